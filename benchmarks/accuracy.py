@@ -1,0 +1,106 @@
+"""Accuracy of a queue of settings on one model, full precision beside each, results written as they come.
+
+    python benchmarks/accuracy.py vit_tiny_patch16_224 --weights W.safetensors --data DIR --crop-pct 1.0 \
+        --run "bits=w3a3 method=qdrop iters=700" --run "bits=w3a3 method=fima-q iters=700 rank=5" \
+        --results results.jsonl
+
+Images are decoded once and stay on the device. A run that would not end before --seconds is not started.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fimaq
+from fimaq.config import Config
+from fimaq.data import build_transform, load_calibration, resolve_preprocessing, validation_batches, validation_set
+from fimaq.models.build import build_model
+from fimaq.pipeline import choose_device
+from fimaq.progress import Lines
+
+
+def main() -> None:
+    options = _parse()
+    device = choose_device(options.device)
+    arguments = {k: _value(v) for k, v in (a.split("=", 1) for a in options.model_arg)}
+    model = build_model(options.model, options.weights, options.num_classes, arguments)
+    transform = build_transform(resolve_preprocessing(model, crop_pct=options.crop_pct))
+    calibration = load_calibration(options.data / "train", options.calib_size, transform, seed=0).images
+    classes = getattr(model, "num_classes", 1000)
+    dataset, _ = validation_set(options.data / "val", classes, transform, limit=options.val_size)
+    val = [(x.to(device), y.to(device)) for x, y, _ in validation_batches(dataset, 250)]
+    _write(options.results, {"model": options.model, "full_precision": top1(model.to(device), val)})
+    model.cpu()
+
+    began, longest = time.monotonic(), 0.0
+    for run in options.run:
+        if time.monotonic() - began + longest > options.seconds:
+            print("not started for want of time:", run, flush=True)
+            continue
+        settings = {key: _value(value) for key, value in (part.split("=", 1) for part in run.split())}
+        start = time.monotonic()
+        progress = Lines() if options.verbose else None
+        result = fimaq.quantize(model, calibration[: settings.pop("images", None)], progress=progress, **settings)
+        seconds = time.monotonic() - start
+        longest = max(longest, seconds)
+        row = {
+            "model": options.model,
+            "run": run,
+            "top1": top1(result.model, val),
+            "seconds": round(seconds, 1),
+            "kl": round(result.metrics["fidelity"]["kl_divergence"], 5),
+            "peak_gib": round(result.metrics["peak_memory_bytes"] / 2**30, 2),
+            "unit_seconds": [u["seconds"] for u in result.metrics["units"]],
+        }
+        _write(options.results, row)
+
+
+@torch.no_grad()
+def top1(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
+    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
+    return round(100 * right / sum(len(y) for _, y in batches), 2)
+
+
+def _write(path: Path | None, row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _value(text: str) -> Any:
+    if "," in text:
+        return tuple(_value(part) for part in text.split(","))
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--model-arg", action="append", default=[])
+    parser.add_argument("--num-classes", type=int)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--crop-pct", type=float)
+    parser.add_argument("--calib-size", type=int, default=Config.model_fields["calib_size"].default)
+    parser.add_argument("--val-size", type=int)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--run", action="append", default=[], help='settings, such as "bits=w4a4 method=qdrop"')
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--verbose", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

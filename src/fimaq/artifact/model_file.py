@@ -1,0 +1,74 @@
+"""model.safetensors: packed integer weights, scales, zero points, and what stays in float.
+
+For a quantized layer NAME the file holds NAME.weight.packed (see quant/packing.py), its scale and zero point
+(NAME.weight_quantizer.*), those of its input (NAME.input_quantizer.*) and NAME.bias; for a product, those of
+its two operands. Everything else is the model's own state under its own names.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fimaq.errors import InputError
+from fimaq.quant.layers import quantized_layers
+from fimaq.quant.packing import pack_bits, unpack_bits
+from fimaq.quant.quantizers import ActivationQuantizer, WeightQuantizer
+
+PACKED = ".packed"
+
+
+def quantized_state(module: nn.Module) -> dict[str, Tensor]:
+    """Everything below a module whose layers are all hard, with integer weights packed."""
+    state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+    for name, layer in quantized_layers(module):
+        if layer.hard:
+            weight = _join(name, "weight")
+            del state[weight]
+            state[weight + PACKED] = pack_bits(layer.codes.cpu(), layer.weight_quantizer.bits)
+    for name, tensor in state.items():
+        if name.endswith("_quantizer.zero_point"):
+            state[name] = tensor.to(torch.uint8)
+    return state
+
+
+def load_quantized_state(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """The inverse of `quantized_state`, into a module prepared in the same way."""
+    state = dict(state)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    try:
+        for name, part in module.named_modules():
+            if isinstance(part, (ActivationQuantizer, WeightQuantizer)):
+                scale, zero_point = (state.pop(_join(name, key)).to(device) for key in ("scale", "zero_point"))
+                part.set_range(scale, zero_point.to(scale.dtype))
+        for name, layer in quantized_layers(module):
+            bits, shape = layer.weight_quantizer.bits, layer.weight.shape
+            layer.set_codes(unpack_bits(state.pop(_join(name, "weight") + PACKED), bits, shape).to(device))
+            bias = state.pop(_join(name, "bias"), None)
+            layer.bias = None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)
+        for product in module.modules():
+            if hasattr(product, "left_quantizer"):
+                product.quantized = True  # type: ignore[assignment]
+        _load_rest(module, state)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise InputError(f"the stored weights do not fit this model: {error}") from None
+
+
+def _load_rest(module: nn.Module, state: dict[str, Tensor]) -> None:
+    own: dict[str, Any] = {
+        name: tensor for name, tensor in module.state_dict().items() if not _is_quantized(module, name)
+    }
+    if own.keys() != state.keys():
+        raise KeyError(f"names differ: {', '.join(sorted(own.keys() ^ state.keys())[:5])}")
+    module.load_state_dict(state, strict=False)
+
+
+def _is_quantized(module: nn.Module, name: str) -> bool:
+    """True for tensors that belong to a quantizer or to the weight and bias of a quantized layer."""
+    owners = {n for n, _ in quantized_layers(module)}
+    parent, _, last = name.rpartition(".")
+    return "_quantizer." in f".{name}" or (last in ("weight", "bias") and parent in owners)
+
+
+def _join(parent: str, child: str) -> str:
+    return f"{parent}.{child}" if parent else child

@@ -1,0 +1,207 @@
+"""Setting every range of a unit: what the layers see is recorded once, then each range is searched.
+
+Activations are searched with the real weight, weights with the quantized input, so each search is exact for
+its own choice: the error of the layer's output.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fimaq.calibrate.search import in_chunks, search_range, search_scale
+from fimaq.config import Preset
+from fimaq.models.products import watched
+from fimaq.quant.fake import fake_quantize
+from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul
+from fimaq.quant.quantizers import ActivationQuantizer
+
+ROWS = {"cpu": 1024, "cuda": 8192}
+"""Token vectors an activation search looks at; extremes are taken over all of them."""
+FEWEST_IMAGES = 4
+
+
+@torch.no_grad()
+def set_ranges(unit: nn.Module, run: Callable[[], Any], preset: Preset) -> None:
+    """Search all ranges below `unit`. `run()` runs it in full precision on the calibration inputs."""
+    for module, inputs in _recorded_inputs(unit, run).items():
+        if isinstance(module, QuantMatMul):
+            _set_product(module, *inputs, per_token=preset == "released")
+        else:
+            assert isinstance(module, QuantizedLayer)
+            _set_input(module, inputs[0], per_token=preset == "released")
+            _set_weight(module, inputs[0])
+
+
+def _recorded_inputs(unit: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[Tensor]]:
+    """Module -> its input tensors, over all calls of `run()`."""
+    seen: dict[nn.Module, list[list[Tensor]]] = {}
+
+    def record(module: nn.Module, args: Sequence[Any]) -> None:
+        count = 2 if isinstance(module, QuantMatMul) else 1
+        seen.setdefault(module, []).append([a.detach() for a in args[:count]])
+
+    hooks = [
+        m.register_forward_pre_hook(record) for m in unit.modules() if isinstance(m, (QuantizedLayer, QuantMatMul))
+    ]
+    try:
+        with watched(unit):
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {module: [torch.cat(parts) for parts in zip(*calls, strict=True)] for module, calls in seen.items()}
+
+
+def _set_input(layer: QuantizedLayer, x: Tensor, per_token: bool) -> None:
+    """Range of a layer's input: (B, ..., in) for Linear, (B, in, H, W) for Conv2d."""
+    quantizer = layer.input_quantizer
+    if isinstance(layer, QuantConv2d):
+        sample = _spread(x, FEWEST_IMAGES)
+
+        def convolve(delta: Tensor) -> Tensor:
+            return layer._conv_forward(delta.flatten(0, 1), layer.weight, None).unflatten(0, delta.shape[:2])
+
+        _set_activation(quantizer, x, sample, convolve, ())
+        return
+    weight = _same_norms(layer.weight)
+    rows = _spread(x.flatten(0, -2), _rows(x))
+    _set_activation(quantizer, x, rows, lambda d: F.linear(d, weight), ())
+    positions = x.shape[1:-1]
+    if per_token and positions:
+        images = _spread(x, max(16, _rows(x) // positions.numel()))
+
+        def error_of(scale: Tensor, zero_point: Tensor) -> Tensor:
+            delta = _rounding_error(images, scale, zero_point, quantizer.levels)
+            return F.linear(delta, weight).square().sum(-1, keepdim=True).sum(1)
+
+        groups = torch.Size((*positions, 1))
+        _set_token_scales(quantizer, groups, error_of, images.numel())
+
+
+def _set_weight(layer: QuantizedLayer, x: Tensor) -> None:
+    """Per-channel range of a weight: the output error is delta G delta^T with G the inputs' Gram matrix."""
+    quantizer, input_quantizer = layer.weight_quantizer, layer.input_quantizer
+    x = fake_quantize(x, input_quantizer.scale, input_quantizer.zero_point, input_quantizer.levels)
+    gram = _gram(layer, x)
+    groups, size, _ = gram.shape
+    weight = layer.weight.reshape(groups, -1, size)
+
+    def error_of(scale: Tensor, zero_point: Tensor) -> Tensor:
+        delta = fake_quantize(weight, scale[..., None], zero_point[..., None], quantizer.levels) - weight
+        return ((delta @ gram) * delta).sum(-1)
+
+    low, high = weight.amin(-1).clamp_max(0), weight.amax(-1).clamp_min(0)
+    scale, zero_point = search_range(low, high, quantizer.levels, in_chunks(error_of, weight.numel()))
+    shape = (-1, *[1] * (layer.weight.dim() - 1))
+    quantizer.set_range(scale.reshape(shape), zero_point.reshape(shape))
+
+
+def _gram(layer: QuantizedLayer, x: Tensor) -> Tensor:
+    """Sum of x x^T over all positions: (groups, in, in), in being the weights of one output channel."""
+    if isinstance(layer, QuantLinear):
+        rows = x.flatten(0, -2)[None]
+    else:
+        assert isinstance(layer, QuantConv2d)
+        padding = layer.padding if not isinstance(layer.padding, str) else _explicit_padding(layer)
+        patches = F.unfold(_spread(x, 64), layer.kernel_size, layer.dilation, padding, layer.stride)
+        rows = patches.unflatten(1, (layer.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+    return rows.transpose(1, 2) @ rows / rows.shape[1]
+
+
+def _explicit_padding(layer: nn.Conv2d) -> tuple[int, int]:
+    if layer.padding == "valid":
+        return (0, 0)
+    (kh, kw), (dh, dw) = layer.kernel_size, layer.dilation
+    return (dh * (kh - 1) // 2, dw * (kw - 1) // 2)
+
+
+def _set_product(product: QuantMatMul, left: Tensor, right: Tensor, per_token: bool) -> None:
+    """Ranges of both operands: left (..., n, k), right (..., k, m), first dimension over images or windows."""
+    few_left, few_right = (_spread(t, _images_for(left)) for t in (left, right))
+    heads = (left.shape[1], 1, 1) if per_token and left.dim() == 4 else ()
+    _set_activation(product.left_quantizer, left, few_left, lambda d: d @ few_right, heads)
+    _set_activation(product.right_quantizer, right, few_right, lambda d: few_left @ d, heads)
+    if not heads:
+        return
+
+    def left_error(scale: Tensor, zero_point: Tensor) -> Tensor:
+        delta = _rounding_error(few_left, scale, zero_point, product.left_quantizer.levels)
+        return (delta @ few_right).square().sum(-1, keepdim=True).sum(1)
+
+    def right_error(scale: Tensor, zero_point: Tensor) -> Tensor:
+        delta = _rounding_error(few_right, scale, zero_point, product.right_quantizer.levels)
+        if tokens_last:
+            return (few_left @ delta).square().sum(-2, keepdim=True).sum(1)
+        # Tokens are summed over by the product; what one of them adds is its error times its weight.
+        return (delta.square().sum(-1, keepdim=True) * weight_of_token).sum(1)
+
+    tokens_last = left.shape[-2] == right.shape[-1] and left.shape[-1] != left.shape[-2]
+    weight_of_token = few_left.square().sum(-2).unsqueeze(-1)
+    size = max(few_left.numel(), few_right.numel(), few_left[..., :1].numel() * right.shape[-1])
+    rows = torch.Size((left.shape[1], left.shape[2], 1))
+    columns = torch.Size((left.shape[1], *((1, right.shape[3]) if tokens_last else (right.shape[2], 1))))
+    _set_token_scales(product.left_quantizer, rows, left_error, size)
+    _set_token_scales(product.right_quantizer, columns, right_error, size)
+
+
+def _images_for(left: Tensor) -> int:
+    """How many images or windows a product search looks at: small windows need more of them."""
+    return max(FEWEST_IMAGES, _rows(left) // left.shape[-2])
+
+
+def _rows(x: Tensor) -> int:
+    return ROWS["cuda" if x.is_cuda else "cpu"]
+
+
+def _same_norms(weight: Tensor) -> Tensor:
+    """A matrix that maps every input to an output of the same norm as weight (out, in) does, with out <= in."""
+    return torch.linalg.qr(weight, mode="r").R if weight.shape[0] > weight.shape[1] else weight
+
+
+def _set_activation(
+    quantizer: ActivationQuantizer,
+    x: Tensor,
+    sample: Tensor,
+    apply: Callable[[Tensor], Tensor],
+    heads: tuple[int, ...],
+) -> None:
+    """Search one range per tensor (`heads` empty) or per head.
+
+    `apply` maps rounding errors of the sample, (candidates, *sample), to the layer's output errors.
+    """
+    over = [d for d in range(x.dim()) if not heads or d != 1]
+
+    def error_of(scale: Tensor, zero_point: Tensor) -> Tensor:
+        output = apply(_rounding_error(sample, scale, zero_point, quantizer.levels))
+        summed = [d for d in range(1, output.dim()) if not heads or d != 2]
+        return output.square().sum(summed).view(len(scale), *heads)
+
+    low, high = x.amin(over).clamp_max(0).view(heads), x.amax(over).clamp_min(0).view(heads)
+    size = max(sample.numel(), apply(sample[None]).numel())
+    quantizer.set_range(*search_range(low, high, quantizer.levels, in_chunks(error_of, size)))
+
+
+def _set_token_scales(
+    quantizer: ActivationQuantizer,
+    groups: torch.Size,
+    error_of: Callable[[Tensor, Tensor], Tensor],
+    size: int,
+) -> None:
+    zero_point = quantizer.zero_point
+    scale = search_scale(quantizer.scale, zero_point, groups, in_chunks(error_of, size))
+    quantizer.set_range(scale, zero_point)
+
+
+def _rounding_error(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
+    """quantized - real for every candidate: x (n, ...), scale (C, *groups) -> (C, n, ...)."""
+    missing = x.dim() - scale.dim() + 1
+    shape = (len(scale), *[1] * missing, *scale.shape[1:])
+    return fake_quantize(x, scale.view(shape), zero_point.view(shape), levels) - x
+
+
+def _spread(x: Tensor, count: int) -> Tensor:
+    """At most `count` rows of x, evenly spread."""
+    return x[:: max(1, -(-len(x) // count))]

@@ -1,0 +1,74 @@
+"""Range search: the scale and zero point that disturb a layer's output least.
+
+Candidates are tried all at once, as one more tensor dimension: first a coarse grid of geometric shrinkages of
+the observed range times shifts of the zero point, then a fine grid around each winner. An error function
+maps candidate scales and zero points (C, *groups) to errors (C, *groups); groups are output channels for
+weights and (), heads or tokens for activations.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ErrorOf = Callable[[Tensor, Tensor], Tensor]
+
+COARSE_SHRINK = tuple(0.74**step for step in range(10))
+FINE_SHRINK = tuple(0.79 * 1.06**step for step in range(9))
+TOKEN_SHRINK = tuple(2.0 * 0.88**step for step in range(24))
+COARSE_SHIFTS = 7
+CHUNK_ELEMENTS = 2**25
+"""Largest intermediate of the search, in elements: bounds memory, and keeps a CPU inside its caches."""
+
+
+def search_range(low: Tensor, high: Tensor, levels: int, error_of: ErrorOf) -> tuple[Tensor, Tensor]:
+    """Best (scale, zero_point), each of the groups' shape. `low` <= 0 <= `high`: observed extremes (*groups)."""
+    widest = ((high - low) / levels).clamp_min(torch.finfo(low.dtype).tiny * 2**20)
+    center = (low + high) / 2
+    shrink, shift = _grid(COARSE_SHRINK, _coarse_shifts(levels), widest)
+    scale = widest * shrink
+    zero_point = (torch.round(levels / 2 - center / scale) + shift).clamp_(0, levels)
+    scale, zero_point = _best(scale, zero_point, error_of)
+
+    spacing = max(1, round(levels / (COARSE_SHIFTS - 1)))
+    shrink, shift = _grid(FINE_SHRINK, sorted({0, spacing // 2, -(spacing // 2), 1, -1}), widest)
+    return _best(scale * shrink, (zero_point + shift).clamp_(0, levels), error_of)
+
+
+def search_scale(scale: Tensor, zero_point: Tensor, groups: torch.Size, error_of: ErrorOf) -> Tensor:
+    """Best scale for each of the finer `groups`, around `scale`, with the zero point kept."""
+    start = scale.expand(groups)
+    shrink, _ = _grid(TOKEN_SHRINK, [0], start)
+    return _best(start * shrink, zero_point.expand(groups).expand(len(shrink), *groups), error_of)[0]
+
+
+def in_chunks(error_of: ErrorOf, elements: int) -> ErrorOf:
+    """The same error function, computed for as many candidates at a time as fit into memory.
+
+    `elements`: size of the largest intermediate for one candidate.
+    """
+    at_once = max(1, CHUNK_ELEMENTS // max(1, elements))
+
+    def chunked(scale: Tensor, zero_point: Tensor) -> Tensor:
+        parts = zip(scale.split(at_once), zero_point.split(at_once), strict=True)
+        return torch.cat([error_of(s, z) for s, z in parts])
+
+    return chunked
+
+
+def _coarse_shifts(levels: int) -> list[int]:
+    return sorted({round(s) for s in torch.linspace(-levels / 2, levels / 2, COARSE_SHIFTS).tolist()})
+
+
+def _grid(shrinks: tuple[float, ...], shifts: list[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """All pairs of the two lists, as two tensors (C, 1, ...) that broadcast against (C, *groups)."""
+    pairs = torch.cartesian_prod(
+        torch.tensor(shrinks, dtype=like.dtype), torch.tensor(shifts, dtype=like.dtype)
+    ).to(like.device)
+    return tuple(column.view(-1, *[1] * like.dim()) for column in pairs.unbind(1))  # type: ignore[return-value]
+
+
+def _best(scale: Tensor, zero_point: Tensor, error_of: ErrorOf) -> tuple[Tensor, Tensor]:
+    """For every group, the candidate (along dimension 0) with the smallest error."""
+    winner = error_of(scale, zero_point).nan_to_num(nan=torch.inf).argmin(0, keepdim=True)
+    return scale.gather(0, winner)[0], zero_point.gather(0, winner)[0]

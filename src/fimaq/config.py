@@ -1,0 +1,132 @@
+"""The configuration of a run: frozen, strict plain data. An unknown key or an impossible value is an error."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fimaq.errors import InputError
+
+Method = Literal["rtn", "qdrop", "brecq", "diag", "rank1", "lowrank", "fima-q"]
+Preset = Literal["deploy", "released"]
+Averages = Literal["signed", "absolute"]
+Precision = Literal["fp32", "tf32", "bf16"]
+
+METHODS: tuple[str, ...] = get_args(Method)
+FISHER_METHODS = ("brecq", "diag", "rank1", "lowrank", "fima-q")
+GROWING_METHODS = ("lowrank", "fima-q")
+
+ITERATIONS_PER_RANK = 25
+"""Without an explicit rank, a new perturbation is collected at most this often, so that short runs spend
+their time on reconstruction."""
+
+
+class Config(BaseModel):
+    """Everything `fimaq.quantize` can be told. Paths are kept as given; defaults are the paper's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = Field(None, description="timm model name; None for a model object")
+    weights: Path | None = Field(None, description="safetensors file or plain torch state dict")
+    model_args: dict[str, Any] = Field(default_factory=dict, description="goes to timm.create_model")
+    num_classes: int | None = Field(None, ge=1)
+    calib: Path | None = Field(None, description="folder of unlabelled calibration images")
+    val: Path | None = Field(None, description="folder of validation images, one folder per class")
+    calib_size: int = Field(1024, ge=1)
+    val_size: int | None = Field(None, ge=1, description="images evaluated at the end; None: all")
+    crop_pct: float | None = Field(None, gt=0, le=1)
+    class_map: Path | None = Field(None, description="JSON file: validation folder name -> class index")
+
+    bits: str = "w4a4"
+    method: Method = "fima-q"
+    preset: Preset = "deploy"
+    rank: int | None = Field(None, ge=1, description="k; None: 15, fewer for short runs")
+    alpha: float = Field(0.5, ge=0, le=1, description="weight of the low-rank term in DPLR")
+    averages: Averages = Field("absolute", description="reading of the paper's averages over samples")
+    iters: int = Field(20000, ge=1, description="reconstruction iterations per unit")
+    batch_size: int = Field(32, ge=1)
+    search_size: int = Field(128, ge=1, description="calibration images used by the range search")
+    fisher_size: int | None = Field(None, ge=1, description="images in a Fisher refresh; None: all")
+    drop_probability: float = Field(0.5, ge=0, le=1, description="QDrop: share of values left unquantized")
+    rounding_lr: float = Field(1e-3, gt=0)
+    scale_lr: float = Field(4e-5, ge=0)
+    rounding_weight: float = Field(0.01, ge=0)
+    warmup: float = Field(0.2, ge=0, lt=1, description="share of iterations without the rounding penalty")
+    temperature: float = Field(20.0, gt=0, description="logits are divided by it before the KL divergence")
+    allow_float: bool = Field(False, description="quantize the rest where an attention cannot be opened")
+
+    device: str = "auto"
+    precision: Precision = "fp32"
+    seed: int = Field(0, ge=0, lt=2**31)
+
+    @field_validator("bits")
+    @classmethod
+    def _bits_can_be_read(cls, value: str) -> str:
+        match = re.fullmatch(r"w([2-8])a([2-8])", value.lower())
+        if match is None:
+            raise ValueError(f"{value!r} is not of the form wXaY with X and Y from 2 to 8, such as w4a4")
+        return value.lower()
+
+    @model_validator(mode="after")
+    def _settings_fit_each_other(self) -> "Config":
+        if self.rank is not None and self.method in GROWING_METHODS and self.rank > self.iters:
+            raise ValueError(
+                f"rank {self.rank} is larger than iters {self.iters}: "
+                f"a rank is added every iters/rank iterations; give a rank of at most {self.iters}"
+            )
+        if self.batch_size > self.calib_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} is larger than calib_size {self.calib_size}: "
+                f"give a batch of at most {self.calib_size} images"
+            )
+        return self
+
+    @property
+    def weight_bits(self) -> int:
+        return int(self.bits[1])
+
+    @property
+    def activation_bits(self) -> int:
+        return int(self.bits[3])
+
+    @property
+    def resolved_rank(self) -> int:
+        """The rank reconstruction really uses: 1 where the method has no rank to grow."""
+        if self.method not in GROWING_METHODS:
+            return 1
+        if self.rank is not None:
+            return self.rank
+        return min(15, max(1, self.iters // ITERATIONS_PER_RANK))
+
+    @classmethod
+    def create(cls, **values: Any) -> "Config":
+        """Build a Config, turning pydantic's report into one InputError that names each bad key."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise InputError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _explain(item: Any) -> str:
+    name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown setting {name!r}: known are {', '.join(Config.model_fields)}"
+    message = item["msg"].removeprefix("Value error, ")
+    if not name:
+        return message
+    return f"{name}: {message} (got {item['input']!r})" if item["type"] != "value_error" else f"{name}: {message}"
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The keys of a YAML configuration file. It holds the same keys as the command's flags."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"configuration file {path} cannot be read: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise InputError(f"configuration file {path} must hold 'key: value' lines, not {type(values).__name__}")
+    return {key.replace("-", "_"): value for key, value in values.items()}

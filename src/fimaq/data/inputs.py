@@ -1,0 +1,55 @@
+"""Calibration images handed over in Python: a tensor, a Dataset or a DataLoader, with or without labels."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fimaq.errors import InputError
+
+
+def gather_images(source: Any, count: int) -> Tensor:
+    """The first `count` images of `source` (all, where it has fewer) as one float tensor (n, C, H, W)."""
+    if isinstance(source, Tensor):
+        images = source[:count]
+    else:
+        images = _from_iterable(source, count)
+    if images.dim() != 4 or not images.is_floating_point():
+        raise InputError(
+            f"calibration images must be a float tensor (n, C, H, W), not {images.dtype} {tuple(images.shape)}"
+        )
+    if len(images) == 0:
+        raise InputError("no calibration images were given")
+    if not images.isfinite().all():
+        raise InputError("the calibration images hold NaN or Inf")
+    return images.detach().float()
+
+
+def _from_iterable(source: Any, count: int) -> Tensor:
+    items: Iterable[Any] = source
+    if not hasattr(source, "__iter__") and hasattr(source, "__getitem__"):
+        items = (source[i] for i in range(min(count, len(source))))
+    parts: list[Tensor] = []
+    found = 0
+    for item in items:
+        image = item[0] if isinstance(item, (tuple, list)) else item
+        if not isinstance(image, Tensor):
+            raise InputError(f"calibration data must yield image tensors, not {type(image).__name__}")
+        parts.append(image[None] if image.dim() == 3 else image)
+        found += len(parts[-1])
+        if found >= count:
+            break
+    if not parts:
+        raise InputError("no calibration images were given")
+    return torch.cat(parts)[:count]
+
+
+def tensor_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of names, shapes, types and contents."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,139 @@
+"""From an image to a model's input: the evaluation transform of the model's own timm data config."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
+from torch import Tensor, nn
+
+from fimaq.errors import InputError
+
+Transform = Callable[[Image.Image], Tensor]
+"""A PIL RGB image of any size -> float32 tensor (3, H, W), normalised."""
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+CROP_MODES = ("center", "squash", "border")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes a model's input; plain data, so that a run can write it down and repeat it.
+
+    `mean` and `std` are per RGB channel, for pixel values in [0, 1]. `crop_pct` in (0, 1] is the share of the
+    resized image's side that the crop keeps: 1.0 resizes straight to the input size.
+    """
+
+    input_size: tuple[int, int, int]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+    crop_mode: str = "center"
+
+    def __post_init__(self) -> None:
+        if len(self.input_size) != 3 or self.input_size[0] != 3 or min(self.input_size) < 1:
+            raise InputError(
+                f"input_size {self.input_size} is not (3, height, width): only RGB models are supported"
+            )
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != 3:
+                raise InputError(f"{name} {values} must hold 3 values, one per RGB channel")
+        if min(self.std) <= 0:
+            raise InputError(f"std {self.std} must be positive: pixels are divided by it")
+        if not 0 < self.crop_pct <= 1:
+            raise InputError(f"crop_pct {self.crop_pct} must be above 0 and at most 1")
+        if self.interpolation not in INTERPOLATIONS:
+            raise InputError(f"interpolation {self.interpolation!r} is unknown: use {', '.join(INTERPOLATIONS)}")
+        if self.crop_mode not in CROP_MODES:
+            raise InputError(f"crop_mode {self.crop_mode!r} is unknown: use {', '.join(CROP_MODES)}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON holds them (tuples as lists); `from_dict` reads them back."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Preprocessing":
+        """The inverse of `as_dict`. A missing or unknown key is an InputError that names it."""
+        known = {field.name for field in fields(cls)}
+        if wrong := sorted(known.symmetric_difference(values)):
+            raise InputError(f"preprocessing must have exactly the keys {sorted(known)}; check {', '.join(wrong)}")
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**plain)
+
+    def describe(self) -> str:
+        """One line for a person, such as `3x224x224, bicubic, crop_pct 1.0, mean (...), std (...)`."""
+        size = "x".join(str(length) for length in self.input_size)
+        mode = "" if self.crop_mode == "center" else f" ({self.crop_mode})"
+        mean, std = (f"({', '.join(f'{value:g}' for value in values)})" for values in (self.mean, self.std))
+        return f"{size}, {self.interpolation}, crop_pct {self.crop_pct}{mode}, mean {mean}, std {std}"
+
+
+def resolve_preprocessing(
+    model: nn.Module,
+    *,
+    input_size: Sequence[int] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    interpolation: str | None = None,
+    crop_pct: float | None = None,
+    crop_mode: str | None = None,
+) -> Preprocessing:
+    """What `model` was trained to see, according to its timm data config. Arguments that are given win.
+
+    A module without a timm config gets timm's defaults: 3x224x224, bicubic, crop 0.875, ImageNet's mean.
+    """
+    config = resolve_model_data_config(model, args={"input_size": _built_input_size(model)})
+    resolved = Preprocessing(
+        input_size=tuple(config["input_size"]),
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        interpolation=config["interpolation"],
+        crop_pct=config["crop_pct"],
+        crop_mode=config["crop_mode"],
+    )
+    overrides = {
+        "input_size": None if input_size is None else tuple(input_size),
+        "mean": None if mean is None else tuple(mean),
+        "std": None if std is None else tuple(std),
+        "interpolation": interpolation,
+        "crop_pct": crop_pct,
+        "crop_mode": crop_mode,
+    }
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+    return replace(resolved, **given)
+
+
+def build_transform(preprocessing: Preprocessing) -> Transform:
+    """The evaluation transform: PIL RGB image of any size -> float32 (3, H, W), `(pixel / 255 - mean) / std`.
+
+    With crop_pct 1.0 an image that already has the input size is not resampled.
+    """
+    transform = create_transform(
+        input_size=preprocessing.input_size,
+        is_training=False,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        interpolation=preprocessing.interpolation,
+        crop_pct=preprocessing.crop_pct,
+        crop_mode=preprocessing.crop_mode,
+    )
+    return cast(Transform, transform)
+
+
+def _built_input_size(model: nn.Module) -> tuple[int, int, int] | None:
+    """(channels, H, W) that the patch embedding was built for; None where the module does not say.
+
+    timm's data config describes the published checkpoint: it still says 3x224x224 for a model created with
+    `img_size=384` or `in_chans=1`. The patch embedding knows better.
+    """
+    patch_embed = getattr(model, "patch_embed", None)
+    size = getattr(patch_embed, "img_size", None)
+    if not isinstance(size, tuple) or len(size) != 2:
+        return None
+    channels = getattr(getattr(patch_embed, "proj", None), "in_channels", 3)
+    return channels, size[0], size[1]

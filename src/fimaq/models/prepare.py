@@ -1,0 +1,112 @@
+"""From a trained model to one whose every heavy operator can be quantized, all quantizers still off."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fimaq.errors import InputError
+from fimaq.models.products import FloatProduct, count_products, float_products, open_module
+from fimaq.quant.layers import can_convert, convert_layer
+
+FIRST_LAYER_BITS = 8
+"""The image itself is quantized to 8 bits whatever the setting: it arrives as bytes."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What was changed in a model: enough to change a fresh copy of it in the same way."""
+
+    layers: dict[str, tuple[int, int]]  # name -> (weight bits, input bits)
+    products: dict[str, tuple[int, int]]  # name -> (how many, bits)
+    stayed_float: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Structure":
+        return cls(
+            {name: (int(w), int(a)) for name, (w, a) in values["layers"].items()},
+            {name: (int(n), int(b)) for name, (n, b) in values["products"].items()},
+            list(values["stayed_float"]),
+        )
+
+
+def prepare_model(
+    model: nn.Module, example: Tensor, weight_bits: int, activation_bits: int, allow_float: bool = False
+) -> Structure:
+    """Convert layers and open attention in place. `example`: a few images (n, C, H, W).
+
+    Raises InputError naming module and class where a product would stay in float, unless `allow_float`.
+    """
+
+    def run() -> Any:
+        return model(example)
+
+    model.requires_grad_(False)
+    order = _layers_in_order(model, run)
+    first_conv = next((name for name, layer in order.items() if isinstance(layer, nn.Conv2d)), None)
+    first = first_conv if first_conv is not None and first_conv == next(iter(order)) else None
+    layers = {
+        name: (weight_bits, FIRST_LAYER_BITS if name == first else activation_bits)
+        for name, layer in order.items()
+        if can_convert(layer)
+    }
+    products = {name: (count, activation_bits) for name, count in count_products(model, run).items()}
+    structure = Structure(layers, products)
+    apply_structure(model, structure)
+    left = float_products(model, run)
+    if left and not allow_float:
+        raise InputError(_refusal(left))
+    return Structure(layers, products, [str(product) for product in left])
+
+
+def apply_structure(model: nn.Module, structure: Structure) -> None:
+    """Make in `model` the changes that `structure` records."""
+    modules = dict(model.named_modules())
+    for name, (weight_bits, input_bits) in structure.layers.items():
+        convert_layer(modules[name], weight_bits, input_bits)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for name, (count, bits) in structure.products.items():
+        open_module(modules[name], count, bits)
+        modules[name].products.to(device)  # type: ignore[union-attr]
+
+
+def _layers_in_order(model: nn.Module, run: Callable[[], Any]) -> dict[str, nn.Module]:
+    """Linear and Conv2d modules that take part in a forward pass, in the order they are first needed.
+
+    A layer counts as used where its weight is: some models call F.linear with it, so hooks would miss it.
+    """
+    owners = {
+        id(m.weight): (name, m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))
+    }
+    used: dict[str, nn.Module] = {}
+
+    class Uses(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for value in (*args, *(kwargs or {}).values()):
+                if id(value) in owners and not _is_attribute_access(func):
+                    name, module = owners[id(value)]
+                    used.setdefault(name, module)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Uses():
+        run()
+    return used
+
+
+def _is_attribute_access(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__get__"
+
+
+def _refusal(left: list[FloatProduct]) -> str:
+    shown = "; ".join(str(product) for product in left[:5])
+    more = f"; and {len(left) - 5} more" if len(left) > 5 else ""
+    return (
+        f"cannot quantize every product of this model; these would stay in full precision: {shown}{more}. "
+        "Supported are Linear, Conv2d with zero padding, and attention made of matmul or "
+        "scaled_dot_product_attention. Give --allow-float to quantize the rest and list these as float."
+    )

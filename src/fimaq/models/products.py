@@ -1,0 +1,207 @@
+"""Opening attention up: finding every product of two activations and routing it through a QuantMatMul.
+
+No attention class is known by name. A probe run sees which modules multiply activations; each of them gets
+its own forward back under a torch-function mode that hands its first product to `products[0]`, its second
+to `products[1]`, and writes a fused `scaled_dot_product_attention` out into these two. So timm's ViT,
+Swin, BEiT, EVA, CaiT and whatever comes next are opened by the same code, and a second look at the
+operators that really run (`float_products`) proves that nothing was left out.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fimaq.quant.layers import QUANTIZED, QuantLinear, QuantMatMul
+
+_MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+_FUSED_ATTENTION = F.scaled_dot_product_attention
+
+
+def written_out_attention(
+    products: tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention as two products with a softmax between. Shapes: (..., tokens, head_dim).
+
+    The scale is applied to the query before the product, where integer runtimes expect it.
+    """
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    query = query * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    scores = products[0](query, key.transpose(-2, -1))
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        is_filter = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_filter else scores + attn_mask
+    weights = F.dropout(scores.softmax(dim=-1), dropout_p, training=dropout_p > 0)
+    return products[1](weights, value)
+
+
+class _ProductMode(TorchFunctionMode):
+    """Hands products of activations, in the order they are met, to what `product(index)` returns."""
+
+    def __init__(self, product: Callable[[int], Callable[[Tensor, Tensor], Tensor]], owner: nn.Module) -> None:
+        self.product = product
+        self.owner = owner
+        self.count = 0
+
+    def _next(self) -> Callable[[Tensor, Tensor], Tensor]:
+        self.count += 1
+        return self.product(self.count - 1)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _MATMULS and len(args) == 2 and not _has_parameter(args):
+            return self._next()(*args)
+        if func is _FUSED_ATTENTION:
+            return written_out_attention((self._next(), self._next()), *args, **kwargs)
+        if func is F.linear:
+            # BEiT, EVA and Swin-V2 call F.linear with the weight of a layer and a bias they put together.
+            x, weight, bias = _linear_arguments(*args, **kwargs)
+            layer = next(
+                (m for m in self.owner.children() if isinstance(m, QuantLinear) and m.weight is weight), None
+            )
+            if layer is not None:
+                return layer(x, bias)
+        return func(*args, **kwargs)
+
+
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+def _has_parameter(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, nn.Parameter) for a in args)
+
+
+class OpenedModule(nn.Module):
+    """Mixed into the class of a module whose products are quantized (see `open_module`).
+
+    While its quantizers are off and nobody watches, the module runs as it was written: fused and faster.
+    """
+
+    products: nn.ModuleList
+    watched = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.watched and not any(product.quantized for product in self.products):
+            return super().forward(*args, **kwargs)
+        mode = _ProductMode(lambda index: self.products[index], self)
+        with mode:
+            result = super().forward(*args, **kwargs)
+        assert mode.count == len(self.products), f"{type(self).__name__} changed its number of products"
+        return result
+
+
+def open_module(module: nn.Module, count: int, bits: int) -> None:
+    """Give `module` `count` quantized products, in place, quantizers off."""
+    module.products = nn.ModuleList(QuantMatMul(bits) for _ in range(count))
+    kind = type(module)
+    module.__class__ = type(f"Opened{kind.__name__}", (OpenedModule, kind), {"__module__": kind.__module__})
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[None]:
+    """Products go through their QuantMatMul even while quantizers are off, so that hooks see them."""
+    opened = [m for m in model.modules() if isinstance(m, OpenedModule)]
+    for module in opened:
+        module.watched = True
+    try:
+        yield
+    finally:
+        for module in opened:
+            module.watched = False
+
+
+@contextmanager
+def _running_module() -> Iterator[list[nn.Module]]:
+    """A stack whose last element is the module whose forward is running."""
+    stack: list[nn.Module] = []
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    before = nn.modules.module.register_module_forward_pre_hook(lambda module, _: stack.append(module))
+    after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield stack
+    finally:
+        before.remove()
+        after.remove()
+
+
+def count_products(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
+    """Module name -> how many products of two activations its forward makes during `run()`."""
+    names = {id(m): name for name, m in model.named_modules()}
+    counts: dict[str, int] = {}
+
+    class Counter(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = 2 if func is _FUSED_ATTENTION else int(func in _MATMULS and not _has_parameter(args))
+            running_linear = func is F.linear and not isinstance(stack[-1], nn.Linear) if stack else False
+            if stack and (found or running_linear):
+                name = names[id(stack[-1])]
+                counts[name] = counts.get(name, 0) + found
+            return func(*args, **(kwargs or {}))
+
+    with _running_module() as stack, Counter(), torch.no_grad():
+        run()
+    return counts
+
+
+@dataclass(frozen=True)
+class FloatProduct:
+    """A matrix product or convolution that runs in full precision."""
+
+    module: str
+    kind: str
+    operator: str
+
+    def __str__(self) -> str:
+        return f"{self.module or '(model)'} ({self.kind}): {self.operator}"
+
+
+_HEAVY = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "dot", "convolution", "linear")
+
+
+def float_products(model: nn.Module, run: Callable[[], Any]) -> list[FloatProduct]:
+    """Every matrix product, convolution or fused attention that `run()` executes outside quantized layers.
+
+    It looks at the operators below all Python code, so nothing escapes by being spelt differently.
+    """
+    names = {id(m): name for name, m in model.named_modules()}
+    found: dict[FloatProduct, None] = {}
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            heavy = name in _HEAVY or "scaled_dot_product" in name
+            if heavy and stack and not any(isinstance(m, QUANTIZED) for m in stack):
+                product = FloatProduct(names.get(id(stack[-1]), ""), type(stack[-1]).__name__, name)
+                found.setdefault(product)
+            return func(*args, **(kwargs or {}))
+
+    with watched(model), _running_module() as stack, Watcher(), torch.no_grad():
+        run()
+    return list(found)

@@ -1,0 +1,240 @@
+"""The units that are reconstructed one after the other, and running a model from one of them onwards.
+
+Units are found by structure, not by name: a block is the smallest module that holds attention and sits in a
+list of such modules; what holds weights but no attention (patch embedding, patch merging, head) is a unit of
+its own. What lies between units (position embeddings, class tokens, final norms) is run by the model's own
+forward, with the units before the starting point skipped. So a suffix of any model can be run without
+knowing its code; that the result is the model's own is checked when the chain is built.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from fimaq.errors import InputError
+from fimaq.models.prepare import Structure
+
+Tensors = list[Tensor]
+
+
+@dataclass
+class Signature:
+    """How a pytree of values splits into tensors with one row per image and everything else."""
+
+    spec: TreeSpec
+    static: list[Any]  # None where a batched tensor goes
+    batched: list[int]
+    rows: list[int]  # rows per image in the first dimension: 1, or the number of windows or groups
+
+    @classmethod
+    def of(cls, one: Any, two: Any) -> "Signature":
+        """Compare the values for one image and for two: what doubles in its first dimension is batched."""
+        leaves_one, _ = tree_flatten(one)
+        leaves_two, spec = tree_flatten(two)
+        batched, rows = [], []
+        for position, (a, b) in enumerate(zip(leaves_one, leaves_two, strict=True)):
+            if isinstance(a, Tensor) and a.dim() > 0 and b.shape[0] == 2 * a.shape[0]:
+                batched.append(position)
+                rows.append(a.shape[0])
+        static = [None if position in batched else leaf for position, leaf in enumerate(leaves_two)]
+        return cls(spec, static, batched, rows)
+
+    def split(self, values: Any) -> Tensors:
+        """The batched tensors of `values`, each reshaped to one row per image."""
+        leaves, _ = tree_flatten(values)
+        picked = [leaves[position] for position in self.batched]
+        return [t if r == 1 else t.unflatten(0, (-1, r)) for t, r in zip(picked, self.rows, strict=True)]
+
+    def join(self, tensors: Sequence[Tensor]) -> Any:
+        """The inverse of `split`."""
+        leaves = list(self.static)
+        for position, rows, tensor in zip(self.batched, self.rows, tensors, strict=True):
+            leaves[position] = tensor if rows == 1 else tensor.flatten(0, 1)
+        return tree_unflatten(leaves, self.spec)
+
+
+@dataclass
+class Unit:
+    """One module that is reconstructed as a whole."""
+
+    name: str
+    module: nn.Module
+    inputs: Signature = field(init=False)
+    outputs: Signature = field(init=False)
+    output_shapes: list[torch.Size] = field(init=False)
+    carried: tuple[int, ...] = ()  # earlier units whose outputs are still needed after this one
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Tensors:
+        """Batched inputs to batched outputs: lists of tensors with one row per image."""
+        args, kwargs = self.inputs.join(inputs)
+        return self.outputs.split(self.module(*args, **kwargs))
+
+
+class _ReachedUnit(Exception):  # noqa: N818  (a jump out of a forward pass, not an error)
+    def __init__(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self.arguments = arguments
+
+
+class UnitChain:
+    """A model seen as an ordered chain of units. `example`: at least two images (n, C, H, W)."""
+
+    def __init__(self, model: nn.Module, structure: Structure, example: Tensor) -> None:
+        self.model = model
+        self.image_shape = example.shape[1:]
+        self.units = [Unit(name, module) for name, module in _find_units(model, structure).items()]
+        self._trace(example[:2])
+        self._check(example[:2])
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @torch.no_grad()
+    def first_inputs(self, images: Tensor) -> Tensors:
+        """The inputs of the first unit for `images`."""
+        return self._arguments_of(0, images, {})
+
+    @torch.no_grad()
+    def next_inputs(self, index: int, outputs: Sequence[Tensor], carried: dict[int, Tensors]) -> Tensors:
+        """The inputs of unit index + 1, given the outputs of unit index (and of those it carries)."""
+        return self._arguments_of(index + 1, self._blank_images(outputs), {**carried, index: list(outputs)})
+
+    def suffix(self, index: int, outputs: Sequence[Tensor], carried: dict[int, Tensors]) -> Tensor:
+        """The model's output when unit `index` gives `outputs`. Differentiable in `outputs`."""
+        with self._replaced({**carried, index: list(outputs)}, upto=index):
+            return self.model(self._blank_images(outputs))  # type: ignore[no-any-return]
+
+    def _arguments_of(self, index: int, images: Tensor, given: dict[int, Tensors]) -> Tensors:
+        with self._replaced(given, upto=index - 1, stop=index):
+            try:
+                self.model(images)
+            except _ReachedUnit as reached:
+                return self.units[index].inputs.split(reached.arguments)
+        raise InputError(f"the model's forward never reached {self.units[index].name}")
+
+    def _blank_images(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Images for the model's forward to pass along while every unit that would read them is skipped."""
+        batch = outputs[0].shape[0]
+        return outputs[0].new_zeros(1).expand(batch, *self.image_shape)
+
+    @contextmanager
+    def _replaced(self, given: dict[int, Tensors], upto: int, stop: int | None = None) -> Iterator[None]:
+        """Units up to `upto` return what is given for them (else blanks); unit `stop` ends the pass."""
+        batch = next(iter(given.values()))[0].shape[0] if given else 0
+
+        def returning(index: int) -> Any:
+            unit = self.units[index]
+            tensors = given.get(index)
+            if tensors is None:
+                like = next(iter(given.values()))[0]
+                tensors = [like.new_full((1,), torch.nan).expand(batch, *s) for s in unit.output_shapes]
+            return lambda *args, **kwargs: unit.outputs.join(tensors)
+
+        def stopping(*args: Any, **kwargs: Any) -> Any:
+            raise _ReachedUnit((args, kwargs))
+
+        replacements = {index: returning(index) for index in range(upto + 1)}
+        if stop is not None:
+            replacements[stop] = stopping
+        try:
+            for index, forward in replacements.items():
+                self.units[index].module.forward = forward
+            yield
+        finally:
+            for index in replacements:
+                del self.units[index].module.forward
+
+    @torch.no_grad()
+    def _trace(self, images: Tensor) -> None:
+        """Learn the order of the units and the signatures of their inputs and outputs."""
+        one, two = (
+            _record_calls(self.model, self.units, images[:1]),
+            _record_calls(self.model, self.units, images),
+        )
+        self.units = [unit for unit in sorted(self.units, key=lambda u: list(two).index(u.name))]
+        for unit in self.units:
+            unit.inputs = Signature.of(one[unit.name][0], two[unit.name][0])
+            unit.outputs = Signature.of(one[unit.name][1], two[unit.name][1])
+            if not unit.inputs.batched or not unit.outputs.batched:
+                raise InputError(
+                    f"{unit.name} ({type(unit.module).__name__}) has no output per image to reconstruct"
+                )
+            unit.output_shapes = [t.shape[1:] for t in unit.outputs.split(two[unit.name][1])]
+        self._outputs = {i: unit.outputs.split(two[unit.name][1]) for i, unit in enumerate(self.units)}
+
+    @torch.no_grad()
+    def _check(self, images: Tensor) -> None:
+        """Find which earlier outputs each suffix needs, and that it then gives the model's own output."""
+        whole = self.model(images)
+        outputs = self.__dict__.pop("_outputs")
+        for index, unit in enumerate(self.units):
+            if not torch.allclose(self.suffix(index, outputs[index], {}), whole, rtol=1e-4, atol=1e-5):
+                unit.carried = tuple(i for i in range(index) if self._needs(index, i, outputs))
+                carried = {i: outputs[i] for i in unit.carried}
+                if not torch.allclose(self.suffix(index, outputs[index], carried), whole, rtol=1e-4, atol=1e-5):
+                    raise InputError(f"the model cannot be continued after {unit.name}: its forward keeps state")
+
+    def _needs(self, index: int, earlier: int, outputs: dict[int, Tensors]) -> bool:
+        """True when the suffix after `index` reads the output of unit `earlier`: blanks are NaN, and spread."""
+        carried = {i: outputs[i] for i in range(index) if i != earlier}
+        return bool(self.suffix(index, outputs[index], carried).isnan().any())
+
+
+def _record_calls(model: nn.Module, units: Iterable[Unit], images: Tensor) -> dict[str, tuple[Any, Any]]:
+    """Unit name -> (arguments, result) of one forward pass, in call order."""
+    calls: dict[str, tuple[Any, Any]] = {}
+
+    def recorder(name: str) -> Any:
+        def record(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            if name in calls:
+                raise InputError(f"{name} is used more than once in a forward pass, which is not supported")
+            calls[name] = ((args, kwargs), result)
+
+        return record
+
+    hooks = [u.module.register_forward_hook(recorder(u.name), with_kwargs=True) for u in units]
+    try:
+        model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _find_units(model: nn.Module, structure: Structure) -> dict[str, nn.Module]:
+    """Module name -> module, for the modules that together hold everything that is quantized."""
+    attention = set(structure.products)
+    heavy = attention | set(structure.layers)
+
+    def holds(name: str, names: set[str]) -> bool:
+        return any(n == name or n.startswith(name + ".") for n in names) if name else bool(names)
+
+    def is_list_of_blocks(name: str, module: nn.Module) -> bool:
+        listed = isinstance(module, (nn.Sequential, nn.ModuleList))
+        return listed and any(holds(_join(name, child), attention) for child, _ in module.named_children())
+
+    def descend(name: str, module: nn.Module) -> dict[str, nn.Module]:
+        if not holds(name, heavy):
+            return {}
+        inside = ((_join(name, n), m) for n, m in module.named_modules())
+        is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if is_called and not (holds(name, attention) and any(is_list_of_blocks(n, m) for n, m in inside)):
+            return {name: module}
+        found: dict[str, nn.Module] = {}
+        for child, part in module.named_children():
+            found.update(descend(_join(name, child), part))
+        return found
+
+    units = descend("", model)
+    outside = [n for n in heavy if not any(n == u or n.startswith(u + ".") or not u for u in units)]
+    if outside:
+        raise InputError(f"{outside[0]} computes outside of the model's blocks, which is not supported")
+    return units
+
+
+def _join(parent: str, child: str) -> str:
+    return ".".join(part for part in (parent, child) if part)

@@ -1,0 +1,316 @@
+"""The main verb: a trained model and images in, a quantized model and its run directory out."""
+
+import contextlib
+import copy
+import json
+import platform
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from fimaq.accuracy import fidelity
+from fimaq.artifact.model_file import load_quantized_state, quantized_state
+from fimaq.artifact.run_directory import RunDirectory
+from fimaq.calibrate.fold import fold_layer_norms
+from fimaq.config import Config
+from fimaq.data.inputs import gather_images, tensor_fingerprint
+from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
+from fimaq.errors import FimaqError, InputError
+from fimaq.models.build import build_architecture, check_finite
+from fimaq.models.prepare import Structure, apply_structure, prepare_model
+from fimaq.models.units import UnitChain
+from fimaq.progress import Silent
+from fimaq.reconstruct.algorithm import SWEEP, Reconstruction, UnitResult
+from fimaq.reconstruct.cache import ActivationCache
+from fimaq.version import __version__
+
+FORMAT = 1
+NOT_COMPARED = {"calib", "val", "val_size", "class_map", "weights", "crop_pct", "device"}
+"""Settings a resumed run may change: paths (contents are compared instead) and what only evaluation reads."""
+
+
+@dataclass
+class Run:
+    """A finished quantization: the model, what was measured, and where it is stored (if anywhere)."""
+
+    model: nn.Module
+    config: Config
+    metrics: dict[str, Any]
+    path: Path | None
+
+
+def quantize(
+    model: nn.Module,
+    images: Any,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    inplace: bool = False,
+    progress: Silent | None = None,
+    **settings: Any,
+) -> Run:
+    """Quantize `model` with the help of unlabelled `images` (tensor (n, C, H, W), Dataset or DataLoader).
+
+    `settings` are the fields of `Config`: bits="w4a4", method="fima-q", iters=20000, and so on. With `out`, the
+    result and everything needed to repeat it are stored there, finished units survive a crash, and
+    `resume=True` continues from them. The model given is left untouched unless `inplace`.
+    """
+    wanted = settings.get("calib_size", Config.model_fields["calib_size"].default)
+    gathered = gather_images(images, wanted)
+    if "calib_size" in settings and len(gathered) < wanted:
+        raise InputError(f"calib_size is {wanted} but only {len(gathered)} images were given")
+    settings["calib_size"] = len(gathered)
+    settings.setdefault("batch_size", min(32, len(gathered)))
+    config = Config.create(**settings)
+    if config.model is None:
+        name = _architecture_of(model, config.model_args)
+        config = config.model_copy(update={"model": name})
+    return run_quantization(
+        model if inplace else copy.deepcopy(model),
+        gathered,
+        config,
+        preprocessing=resolve_preprocessing(model) if gathered.shape[1] == 3 else None,
+        fingerprint=tensor_fingerprint([("images", gathered)]),
+        out=None if out is None else Path(out),
+        resume=resume,
+        progress=progress or Silent(),
+    )
+
+
+def run_quantization(
+    model: nn.Module,
+    images: Tensor,
+    config: Config,
+    preprocessing: Preprocessing | None,
+    fingerprint: str,
+    out: Path | None,
+    resume: bool,
+    progress: Silent,
+) -> Run:
+    """Quantize `model` in place and store the run. `images`: the calibration set (n, C, H, W)."""
+    device = choose_device(config.device)
+    check_finite(model)
+    description = _describe(model, config, preprocessing, fingerprint, len(images))
+    with contextlib.ExitStack() as stack:
+        directory = None
+        if out is not None:
+            same = ("settings", "model", "data")
+            directory = stack.enter_context(RunDirectory.create(out, description, resume, same))
+            if directory.complete:
+                progress.note(f"{out} already holds this run, finished; nothing to do")
+                return Run(load(out), config, directory.read_metrics(), out)
+        stack.enter_context(_numerics(config))
+        stack.enter_context(torch.random.fork_rng())
+        model = model.to(device).eval()
+        structure, metrics = _quantize_units(model, images, config, device, directory, progress)
+        model.eval().requires_grad_(False)
+        if directory is not None:
+            state = quantized_state(model)
+            metrics["size"] = _sizes(state, model)
+            directory.finish(state, {"structure": json.dumps(structure.as_dict())}, metrics)
+            directory.event("finished", **metrics["fidelity"])
+    return Run(model, config, metrics, out)
+
+
+def _quantize_units(
+    model: nn.Module,
+    images: Tensor,
+    config: Config,
+    device: torch.device,
+    directory: RunDirectory | None,
+    progress: Silent,
+) -> tuple[Structure, dict[str, Any]]:
+    """Prepare the model, then reconstruct or reload its units one by one."""
+    began = time.monotonic()
+    example = images[:2].to(device)
+    if len(example) == 1:
+        example = example.repeat(2, 1, 1, 1)
+    structure = prepare_model(model, example, config.weight_bits, config.activation_bits, config.allow_float)
+    chain = UnitChain(model, structure, example)
+    for_ranges = images[: config.search_size]
+    folded = fold_layer_norms(model, example, lambda: (b.to(device) for b in for_ranges.split(SWEEP)))
+    cache = ActivationCache(len(images), device, directory.path / "checkpoint" if directory else None)
+    progress.note(
+        f"{len(chain)} units, {len(structure.layers)} layers, "
+        f"{sum(n for n, _ in structure.products.values())} attention products, {len(folded)} LayerNorms folded"
+    )
+    for text in structure.stayed_float:
+        progress.note(f"stays in float: {text}")
+    try:
+        reconstruction = Reconstruction(chain, images, config, cache)
+        units = [_finish_unit(reconstruction, index, config, directory, progress) for index in range(len(chain))]
+        metrics = {
+            "fidelity": fidelity(model, reconstruction.images_and_teacher(images)),
+            "units": units,
+            "cache": dict(cache.places),
+        }
+    finally:
+        cache.close()
+    metrics |= {
+        "folded_layer_norms": folded,
+        "stayed_float": structure.stayed_float,
+        "seconds": round(time.monotonic() - began, 2),
+        "peak_memory_bytes": _peak_memory(device),
+        "device": str(device),
+    }
+    return structure, metrics
+
+
+def _finish_unit(
+    reconstruction: Reconstruction,
+    index: int,
+    config: Config,
+    directory: RunDirectory | None,
+    progress: Silent,
+) -> dict[str, Any]:
+    """Reconstruct one unit, or reload it if an earlier run got that far; then move on to the next."""
+    unit = reconstruction.chain.units[index]
+    began = time.monotonic()
+    stage = f"unit-{index:03d}"
+    stored = directory.load_stage(stage) if directory is not None else None
+    if stored is not None:
+        reconstruction.cache_full_precision(index)
+        load_quantized_state(unit.module, stored[0])
+        record: dict[str, Any] = stored[1]
+        progress.note(f"{unit.name}: taken from the checkpoint")
+    else:
+        count = len(reconstruction.chain)
+        progress.start(f"unit {index + 1}/{count} {unit.name}", config.iters)
+        result = reconstruction.reconstruct(index, lambda i, loss: progress.update(i + 1, f"loss {loss:.4f}"))
+        record = _unit_record(unit.name, result, time.monotonic() - began)
+        if not result.finite:
+            progress.note(f"{unit.name}: the loss was not finite; its range-search result is kept")
+        if directory is not None:
+            directory.save_stage(stage, quantized_state(unit.module), record)
+            directory.event("unit", index=index, of=count, **record)
+    reconstruction.advance(index)
+    return record
+
+
+def _unit_record(name: str, result: UnitResult, seconds: float) -> dict[str, Any]:
+    return {
+        "unit": name,
+        "seconds": round(seconds, 3),
+        "losses": result.losses,
+        "finite": result.finite,
+        "weights": result.weights,
+        "flipped": result.flipped,
+    }
+
+
+def load(path: str | Path, model: nn.Module | None = None, device: str = "cpu") -> nn.Module:
+    """The quantized model of a finished run, without its original weights. Executes nothing from the files.
+
+    `model` gives the architecture (its weights are not read) where the run does not know a timm name for it.
+    """
+    directory = RunDirectory.open_existing(Path(path))
+    if directory.config.get("format") != FORMAT:
+        raise InputError(
+            f"{path} has run format {directory.config.get('format')!r}; this fimaq {__version__} reads {FORMAT}"
+        )
+    described = directory.config["model"]
+    if model is None and described["name"] is None:
+        raise InputError(f"{path} was made from a model object timm cannot build; give load(path, model=...)")
+    if model is None:
+        fresh = build_architecture(described["name"], described["num_classes"], described["args"])
+    else:
+        fresh = copy.deepcopy(model)
+    tensors, metadata = directory.read_model()
+    apply_structure(fresh, Structure.from_dict(json.loads(metadata["structure"])))
+    load_quantized_state(fresh, tensors)
+    return fresh.to(device).eval().requires_grad_(False)
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device {name!r} is not known; accepted are auto, cpu and cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device {name!r} is not supported; accepted are auto, cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device 'cuda' was asked for, but this PyTorch sees no CUDA GPU; use --device cpu")
+    return device
+
+
+@contextlib.contextmanager
+def _numerics(config: Config) -> Iterator[None]:
+    """TF32 as the precision says, and convolutions that give the same bits every time."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark)
+    tf32 = config.precision != "fp32"
+    matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = tf32, tf32, True, False
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise FimaqError(
+            f"out of GPU memory: {error}. A smaller --batch-size or --calib-size needs less"
+        ) from None
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+
+
+def _describe(
+    model: nn.Module, config: Config, preprocessing: Preprocessing | None, fingerprint: str, images: int
+) -> dict[str, Any]:
+    """What config.json records: all that is needed to repeat the run and to recognise it again."""
+    settings = config.model_dump(mode="json")
+    settings["rank"] = config.resolved_rank
+    paths = {key: settings.pop(key) for key in sorted(NOT_COMPARED)}
+    for key in ("model", "model_args", "num_classes"):
+        settings.pop(key)
+    return {
+        "format": FORMAT,
+        "settings": settings,
+        "model": {
+            "name": config.model,
+            "args": config.model_args,
+            "num_classes": config.num_classes or getattr(model, "num_classes", None),
+            "weights": tensor_fingerprint(sorted(model.state_dict().items())),
+        },
+        "data": {"images": images, "fingerprint": fingerprint},
+        "preprocessing": preprocessing.as_dict() if preprocessing else None,
+        "given": paths,
+        "versions": {
+            "fimaq": __version__,
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _architecture_of(model: nn.Module, args: dict[str, Any]) -> str | None:
+    """The timm name that builds a model with this one's weights, if there is one."""
+    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    if not name:
+        return None
+    try:
+        twin = build_architecture(name, getattr(model, "num_classes", None), args)
+    except InputError:
+        return None
+    shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (model, twin)]
+    return name if shapes[0] == shapes[1] else None
+
+
+def _sizes(state: dict[str, Tensor], model: nn.Module) -> dict[str, int]:
+    own = {k: v for k, v in model.state_dict().items() if "_quantizer." not in k}
+    return {
+        "quantized_bytes": sum(t.numel() * t.element_size() for t in state.values()),
+        "full_precision_bytes": sum(4 * t.numel() for t in own.values()),
+    }
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,1 @@
+"""Quantizers, quantized layers and bit packing."""

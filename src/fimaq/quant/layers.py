@@ -1,0 +1,134 @@
+"""Quantized Linear, Conv2d and matrix product.
+
+A layer is converted in place by changing its class, so that a model's own code, which may read `weight` or
+`in_features` from its layers, goes on working. Each layer has two switches: `quantized` (off: the
+full-precision layer) and `hard` (on: `weight` already holds what the stored integers stand for).
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fimaq.quant.fake import dequantize, quantize
+from fimaq.quant.quantizers import ActivationQuantizer, WeightQuantizer
+
+
+class QuantizedLayer(nn.Module):
+    """What QuantLinear and QuantConv2d share: one input quantizer, one weight quantizer, integer codes."""
+
+    weight: Tensor
+    bias: Tensor | None
+    input_quantizer: ActivationQuantizer
+    weight_quantizer: WeightQuantizer
+    quantized: bool
+    hard: bool
+
+    def _attach_quantizers(self, weight_bits: int, input_bits: int) -> None:
+        self.input_quantizer = ActivationQuantizer(input_bits).to(self.weight.device)
+        self.weight_quantizer = WeightQuantizer(weight_bits).to(self.weight.device)
+        self.quantized = False
+        self.hard = False
+
+    def effective_weight(self) -> Tensor:
+        if not self.quantized or self.hard:
+            return self.weight
+        return self.weight_quantizer(self.weight)
+
+    def effective_input(self, x: Tensor) -> Tensor:
+        return self.input_quantizer(x) if self.quantized else x
+
+    @torch.no_grad()
+    def harden(self) -> int:
+        """Fix the integers: from here on `weight` is exactly what they stand for.
+
+        Returns how many of them are not what rounding to nearest would give.
+        """
+        quantizer = self.weight_quantizer
+        codes = quantizer.codes(self.weight)
+        nearest = quantize(self.weight, quantizer.scale, quantizer.zero_point, quantizer.levels)
+        self.set_codes(codes)
+        return int((codes != nearest).sum())
+
+    @torch.no_grad()
+    def set_codes(self, codes: Tensor) -> None:
+        """Take integer codes (weight-shaped, in [0, levels]) as the weight."""
+        quantizer = self.weight_quantizer
+        dequantized = dequantize(codes.to(quantizer.scale.dtype), quantizer.scale, quantizer.zero_point)
+        self.weight = nn.Parameter(dequantized, requires_grad=False)
+        quantizer.rounding = None
+        self.codes = codes.to(torch.uint8)
+        self.hard = True
+        self.quantized = True
+
+
+class QuantLinear(QuantizedLayer, nn.Linear):
+    """nn.Linear with quantized input (..., in) and weight (out, in)."""
+
+    def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
+        """`given_bias` replaces the layer's own: some models put their bias together themselves."""
+        bias = given_bias[0] if given_bias else self.bias
+        return F.linear(self.effective_input(x), self.effective_weight(), bias)
+
+
+class QuantConv2d(QuantizedLayer, nn.Conv2d):
+    """nn.Conv2d with quantized input (B, in, H, W) and weight (out, in / groups, kh, kw)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(self.effective_input(x), self.effective_weight(), self.bias)
+
+
+class QuantMatMul(nn.Module):
+    """A product of two activations, both quantized: left (..., n, k) @ right (..., k, m)."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.left_quantizer = ActivationQuantizer(bits)
+        self.right_quantizer = ActivationQuantizer(bits)
+        self.quantized = False
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        if self.quantized:
+            left, right = self.left_quantizer(left), self.right_quantizer(right)
+        return torch.matmul(left, right)
+
+
+QUANTIZED = (QuantLinear, QuantConv2d, QuantMatMul)
+
+
+def convert_layer(layer: nn.Module, weight_bits: int, input_bits: int) -> None:
+    """Turn an nn.Linear or nn.Conv2d into its quantized form, in place, quantizers off."""
+    layer.__class__ = QuantLinear if isinstance(layer, nn.Linear) else QuantConv2d
+    assert isinstance(layer, QuantizedLayer)
+    layer._attach_quantizers(weight_bits, input_bits)
+
+
+def can_convert(layer: nn.Module) -> bool:
+    """True for layers that compute exactly what nn.Linear or nn.Conv2d does (zero padding only)."""
+    if isinstance(layer, nn.Linear):
+        return type(layer).forward is nn.Linear.forward
+    if isinstance(layer, nn.Conv2d):
+        return type(layer).forward is nn.Conv2d.forward and layer.padding_mode == "zeros"
+    return False
+
+
+def quantized_layers(module: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
+    """Every quantized Linear and Conv2d below `module`, with its name relative to it."""
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, QuantizedLayer))
+
+
+def quantized_products(module: nn.Module) -> Iterator[tuple[str, QuantMatMul]]:
+    """Every quantized matrix product below `module`, with its name relative to it."""
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, QuantMatMul))
+
+
+def activation_quantizers(module: nn.Module) -> Iterator[tuple[str, ActivationQuantizer]]:
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, ActivationQuantizer))
+
+
+def set_quantized(module: nn.Module, on: bool) -> None:
+    """Switch every quantizer below `module` on or off."""
+    for child in module.modules():
+        if isinstance(child, (QuantizedLayer, QuantMatMul)):
+            child.quantized = on

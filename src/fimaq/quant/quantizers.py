@@ -1,0 +1,94 @@
+"""The two quantizers: activations with a learned scale, weights with learned rounding (AdaRound)."""
+
+import torch
+from torch import Tensor, nn
+
+from fimaq.quant.fake import dequantize, fake_quantize, learned_fake_quantize, quantize, random_mask
+
+STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1
+"""AdaRound's rectified sigmoid is stretched beyond [0, 1] so that it reaches both ends at finite input."""
+
+
+class ActivationQuantizer(nn.Module):
+    """Quantizes one activation tensor. `scale` has shape () per tensor, else broadcasts per head or token."""
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+        self.drop_probability = 0.0
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("zero_point", torch.zeros(()))
+
+    @property
+    def levels(self) -> int:
+        return 2**self.bits - 1
+
+    def set_range(self, scale: Tensor, zero_point: Tensor) -> None:
+        self.scale = scale.detach().clone()
+        self.zero_point = zero_point.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return fake_quantize(x, self.scale, self.zero_point, self.levels)
+        dropped = random_mask(x, self.drop_probability) if self.drop_probability > 0 else None
+        return learned_fake_quantize(x, self.scale, self.zero_point, self.levels, dropped)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}, scale_shape={tuple(self.scale.shape)}"
+
+
+class WeightQuantizer(nn.Module):
+    """Quantizes a weight per output channel. `scale` and `zero_point`: (out, 1, ...).
+
+    Rounds to nearest until `start_learning`, then by the learned `rounding` (same shape as the weight) whose
+    rectified sigmoid says how far each weight is rounded up.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+        self.rounding: Tensor | None = None
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("zero_point", torch.zeros(()))
+
+    @property
+    def levels(self) -> int:
+        return 2**self.bits - 1
+
+    def set_range(self, scale: Tensor, zero_point: Tensor) -> None:
+        self.scale = scale.detach().clone()
+        self.zero_point = zero_point.detach().clone()
+
+    def start_learning(self, weight: Tensor) -> None:
+        """Set `rounding` so that the soft weight equals the real weight wherever that is in range."""
+        scaled = weight.detach() / self.scale
+        fraction = scaled - scaled.floor()
+        self.rounding = -torch.log((STRETCH_HIGH - STRETCH_LOW) / (fraction - STRETCH_LOW) - 1)
+
+    def round_up(self) -> Tensor:
+        """h(V) of AdaRound, in [0, 1]."""
+        assert self.rounding is not None
+        stretched = torch.sigmoid(self.rounding) * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW
+        return stretched.clamp(0, 1)
+
+    def codes(self, weight: Tensor) -> Tensor:
+        """The integers the weight ends with, as floats in [0, levels]: learned rounding made hard."""
+        if self.rounding is None:
+            return quantize(weight, self.scale, self.zero_point, self.levels)
+        up = (self.rounding >= 0).to(weight.dtype)
+        return (torch.floor(weight / self.scale) + up + self.zero_point).clamp_(0, self.levels)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.rounding is None:
+            return fake_quantize(weight, self.scale, self.zero_point, self.levels)
+        soft = torch.floor(weight / self.scale) + self.round_up() + self.zero_point
+        return dequantize(soft.clamp(0, self.levels), self.scale, self.zero_point)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}"

@@ -1,0 +1,202 @@
+"""Algorithm 1 of the paper: reconstruct the units of a model one after the other."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fimaq.calibrate.ranges import set_ranges
+from fimaq.config import FISHER_METHODS, Config
+from fimaq.fisher.collect import Sample, collect_averages, flat
+from fimaq.models.units import Unit, UnitChain
+from fimaq.quant.layers import quantized_layers, set_quantized
+from fimaq.reconstruct.cache import ActivationCache
+from fimaq.reconstruct.objectives import FisherLoss, MeanSquaredError, OutputDivergence, SquaredGradient
+from fimaq.reconstruct.step import Objective, ReconstructionStep
+
+SWEEP = 64
+"""Images at a time when a unit or a suffix is run over the calibration set."""
+REPORTS = 25
+INDEX_ROWS = 256
+
+Report = Callable[[int, float], None]
+
+
+@dataclass
+class UnitResult:
+    """What happened to one unit: loss curve, as (iteration, loss relative to the start), and its verdict."""
+
+    losses: list[tuple[int, float]]
+    finite: bool
+    flipped: int
+    weights: int
+
+
+class Reconstruction:
+    """The state that walks along the chain: cached activations of the unit in work, teacher outputs."""
+
+    def __init__(self, chain: UnitChain, images: Tensor, config: Config, cache: ActivationCache) -> None:
+        self.chain = chain
+        self.config = config
+        self.cache = cache
+        self.device = cache.device
+        self.count = len(images)
+        with torch.no_grad():
+            for start in range(0, self.count, SWEEP):
+                batch = images[start : start + SWEEP].to(self.device)
+                cache.write("teacher", start, [chain.model(batch)])
+                inputs = chain.first_inputs(batch)
+                cache.write("raw inputs", start, inputs)
+                cache.write("quantized inputs", start, inputs)
+
+    def reconstruct(self, index: int, report: Report) -> UnitResult:
+        """Algorithm 1 for one unit. Afterwards its weights are integers and its activations quantized."""
+        unit = self.chain.units[index]
+        self.cache_full_precision(index)
+        set_ranges(unit.module, lambda: self._run_for_ranges(unit), self.config.preset)
+        set_quantized(unit.module, True)
+        if self.config.method == "rtn":
+            return self._harden(unit, [], True)
+
+        torch.manual_seed(self.config.seed * 1009 + index)
+        objective = self._objective(index)
+        step = ReconstructionStep(unit, objective, self.config, self.device)
+        batches = self._batches()
+        due = _refresh_iterations(objective, self.config)
+        losses = []
+        for iteration in range(self.config.iters):
+            if iteration in due:
+                self._refresh(index, objective)
+            step(*next(batches))
+            if iteration % max(1, self.config.iters // REPORTS) == 0 or iteration == self.config.iters - 1:
+                losses.append((iteration, float(step.loss)))
+                report(*losses[-1])
+        return self._harden(unit, losses, step.finish())
+
+    def advance(self, index: int) -> None:
+        """Move the cache from unit `index` to the next one: outputs become the inputs of what follows."""
+        unit = self.chain.units[index]
+        if index + 1 < len(self.chain):
+            for prefix in ("raw", "quantized"):
+                for start, stop in self._sweep():
+                    outputs = self._outputs_of(index, prefix, start, stop)
+                    carried = self._carried(index, prefix, start, stop)
+                    with torch.no_grad():
+                        inputs = self.chain.next_inputs(index, outputs, carried)
+                    self.cache.write(f"next {prefix}", start, inputs)
+                    if any(index in later.carried for later in self.chain.units):
+                        self.cache.write(f"{prefix} output {index}", start, outputs)
+                self.cache.rename(f"next {prefix}", f"{prefix} inputs")
+        for name in ("outputs", "gradients"):
+            self.cache.drop(name)
+        for earlier in unit.carried:
+            if not any(earlier in later.carried for later in self.chain.units[index + 1 :]):
+                self.cache.drop(f"raw output {earlier}")
+                self.cache.drop(f"quantized output {earlier}")
+
+    def images_and_teacher(self, images: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of calibration images with the full-precision logits for them."""
+        for start, stop in self._sweep():
+            yield images[start:stop].to(self.device), self.cache.rows("teacher", start, stop)[0]
+
+    @torch.no_grad()
+    def cache_full_precision(self, index: int) -> None:
+        """Fill the cache with the unit's full-precision outputs, before its weights are replaced."""
+        unit = self.chain.units[index]
+        set_quantized(unit.module, False)
+        for start, stop in self._sweep():
+            self.cache.write("outputs", start, unit(self.cache.rows("raw inputs", start, stop)))
+
+    @torch.no_grad()
+    def _outputs_of(self, index: int, prefix: str, start: int, stop: int) -> list[Tensor]:
+        if prefix == "raw":
+            return self.cache.rows("outputs", start, stop)
+        return self.chain.units[index](self.cache.rows("quantized inputs", start, stop))
+
+    def _carried(self, index: int, prefix: str, start: int, stop: int) -> dict[int, list[Tensor]]:
+        return {i: self.cache.rows(f"{prefix} output {i}", start, stop) for i in self.chain.units[index].carried}
+
+    @torch.no_grad()
+    def _run_for_ranges(self, unit: Unit) -> None:
+        for start, stop in self._sweep(self.config.search_size):
+            unit(self.cache.rows("raw inputs", start, stop))
+
+    def _objective(self, index: int) -> Objective:
+        """The method's loss for this unit; the head, having no suffix, gets the KL divergence itself."""
+        method = self.config.method
+        deltas, targets = self._first_deltas(index)
+        if method == "qdrop":
+            return MeanSquaredError(deltas)
+        if index == len(self.chain) - 1:
+            return OutputDivergence(self.config.temperature, deltas, targets)
+        if method == "brecq":
+            return SquaredGradient()
+        return FisherLoss(self.config, deltas.shape[1], self.device)
+
+    @torch.no_grad()
+    def _first_deltas(self, index: int) -> tuple[Tensor, Tensor]:
+        """Perturbations and full-precision outputs (n, a) of a few images, as the unit is now."""
+        stop = min(self.count, self.config.batch_size)
+        targets = flat(self.cache.rows("outputs", 0, stop))
+        return flat(self.chain.units[index](self.cache.rows("quantized inputs", 0, stop))) - targets, targets
+
+    def _refresh(self, index: int, objective: Objective) -> None:
+        """Collect one more averaged perturbation and KL gradient from the unit as it is now."""
+        unit = self.chain.units[index]
+        keep = (
+            (lambda start, g: self.cache.write("gradients", start, [g]))
+            if isinstance(objective, SquaredGradient)
+            else None
+        )
+        gradient, perturbation = collect_averages(
+            unit, self._samples(index), self.config.temperature, self.config.averages, keep
+        )
+        deltas, _ = self._first_deltas(index)
+        if isinstance(objective, SquaredGradient):
+            weights = self.cache.rows("gradients", 0, len(deltas))[0]
+            objective.normaliser = (deltas * weights).square().sum(1).mean().clamp_min(1e-38)
+        elif isinstance(objective, FisherLoss):
+            objective.collect(gradient, perturbation, deltas)
+
+    def _samples(self, index: int) -> Iterator[Sample]:
+        for start, stop in self._sweep(self.config.fisher_size):
+            carried = self._carried(index, "raw", start, stop)
+            yield Sample(
+                start,
+                self.cache.rows("raw inputs", start, stop),
+                self.cache.rows("outputs", start, stop),
+                self.cache.rows("teacher", start, stop)[0],
+                lambda outputs, carried=carried: self.chain.suffix(index, outputs, carried),  # type: ignore[misc]
+            )
+
+    def _sweep(self, limit: int | None = None) -> Iterator[tuple[int, int]]:
+        count = min(self.count, limit or self.count)
+        return ((start, min(start + SWEEP, count)) for start in range(0, count, SWEEP))
+
+    def _batches(self) -> Iterator[tuple[list[Tensor], ...]]:
+        """Endless batches of raw inputs, quantized inputs, outputs and, for BRECQ, gradients.
+
+        The order is drawn an epoch at a time and moved to the device at once, so that steps need no transfer.
+        """
+        names = ("raw inputs", "quantized inputs", "outputs")
+        size = self.config.batch_size
+        while True:
+            order = torch.stack([torch.randperm(self.count)[:size] for _ in range(INDEX_ROWS)]).to(self.device)
+            for indices in order:
+                weights = self.cache.gather("gradients", indices) if "gradients" in self.cache.places else []
+                yield (*(self.cache.gather(name, indices) for name in names), weights)
+
+    @torch.no_grad()
+    def _harden(self, unit: Unit, losses: list[tuple[int, float]], finite: bool) -> UnitResult:
+        """Fix the integers, and count how many differ from rounding to nearest."""
+        layers = [layer for _, layer in quantized_layers(unit.module)]
+        flipped = sum(layer.harden() for layer in layers)
+        return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
+
+
+def _refresh_iterations(objective: Objective, config: Config) -> set[int]:
+    """When perturbations are collected: at the start, and for a growing rank every iters / rank iterations."""
+    if isinstance(objective, FisherLoss):
+        return {j * config.iters // config.resolved_rank for j in range(config.resolved_rank)}
+    return {0} if config.method in FISHER_METHODS else set()
