@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fimaq.errors import InputError
 
-Method = Literal["rtn", "qdrop", "brecq", "diag", "rank1", "lowrank", "fima-q"]
+Method = Literal["rtn", "qdrop", "brecq", "diag", "rank1", "lowrank", "fima-q", "sampled"]
 Preset = Literal["deploy", "released"]
-Averages = Literal["signed", "absolute"]
+Averages = Literal["signed", "absolute", "paired"]
 Precision = Literal["fp32", "tf32", "bf16"]
 
 METHODS: tuple[str, ...] = get_args(Method)
-FISHER_METHODS = ("brecq", "diag", "rank1", "lowrank", "fima-q")
+FISHER_METHODS = ("brecq", "diag", "rank1", "lowrank", "fima-q", "sampled")
 GROWING_METHODS = ("lowrank", "fima-q")
 
 ITERATIONS_PER_RANK = 25
@@ -94,6 +94,8 @@ class Config(BaseModel):
     @property
     def resolved_rank(self) -> int:
         """The rank reconstruction really uses: 1 where the method has no rank to grow."""
+        if self.method == "sampled":
+            return self.rank or 4
         if self.method not in GROWING_METHODS:
             return 1
         if self.rank is not None:

@@ -1,0 +1,64 @@
+"""The `fimaq` command: one file per sub-command, errors turned into exit codes here."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from fimaq.errors import FimaqError, InputError
+from fimaq.version import __version__
+
+app = typer.Typer(
+    name="fimaq",
+    help="Vision Transformers in 3 to 8 bits, after training, from a folder of unlabelled images (FIMA-Q).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fimaq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    return None
+
+
+def main() -> None:
+    """Run the command line. Exit 0 done, 2 bad input, 1 failed, 130 interrupted (resumable)."""
+    from fimaq.cli import demo, evaluate, listing, quantize
+
+    app.command("demo")(demo.demo)
+    app.command("quantize")(quantize.quantize)
+    app.command("evaluate")(evaluate.evaluate)
+    app.command("list")(listing.listing)
+    try:
+        app(standalone_mode=True)
+    except InputError as error:
+        _fail(error, BAD_INPUT)
+    except FimaqError as error:
+        _fail(error, FAILED)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; finished units are kept: run the same command with --resume", err=True)
+        sys.exit(INTERRUPTED)
+    except OSError as error:
+        _fail(error, FAILED)
+
+
+def _fail(error: BaseException, code: int) -> None:
+    typer.echo(f"fimaq: {error}", err=True)
+    if os.environ.get("FIMAQ_TRACEBACK"):
+        raise error
+    sys.exit(code)

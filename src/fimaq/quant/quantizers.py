@@ -4,9 +4,27 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.quant.fake import dequantize, fake_quantize, learned_fake_quantize, quantize, random_mask
+from fimaq.quant.fused import fused_on_gpu
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1
 """AdaRound's rectified sigmoid is stretched beyond [0, 1] so that it reaches both ends at finite input."""
+
+
+def rectified_sigmoid(rounding: Tensor) -> Tensor:
+    """h(V) of AdaRound: how far each weight is rounded up, in [0, 1]."""
+    return (torch.sigmoid(rounding) * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW).clamp(0, 1)
+
+
+@fused_on_gpu
+def _soft_weight(rounding: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
+    soft = torch.floor(weight / scale) + rectified_sigmoid(rounding) + zero_point
+    return dequantize(soft.clamp(0, levels), scale, zero_point)
+
+
+@fused_on_gpu
+def rounding_indecision(rounding: Tensor, exponent: Tensor) -> Tensor:
+    """AdaRound's regulariser: sum of 1 - |2 h(V) - 1|^b, zero when every weight is rounded up or down."""
+    return (1 - (2 * rectified_sigmoid(rounding) - 1).abs().pow(exponent)).sum()
 
 
 class ActivationQuantizer(nn.Module):
@@ -71,12 +89,6 @@ class WeightQuantizer(nn.Module):
         fraction = scaled - scaled.floor()
         self.rounding = -torch.log((STRETCH_HIGH - STRETCH_LOW) / (fraction - STRETCH_LOW) - 1)
 
-    def round_up(self) -> Tensor:
-        """h(V) of AdaRound, in [0, 1]."""
-        assert self.rounding is not None
-        stretched = torch.sigmoid(self.rounding) * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW
-        return stretched.clamp(0, 1)
-
     def codes(self, weight: Tensor) -> Tensor:
         """The integers the weight ends with, as floats in [0, levels]: learned rounding made hard."""
         if self.rounding is None:
@@ -87,8 +99,7 @@ class WeightQuantizer(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         if self.rounding is None:
             return fake_quantize(weight, self.scale, self.zero_point, self.levels)
-        soft = torch.floor(weight / self.scale) + self.round_up() + self.zero_point
-        return dequantize(soft.clamp(0, self.levels), self.scale, self.zero_point)
+        return _soft_weight(self.rounding, weight, self.scale, self.zero_point, self.levels)
 
     def extra_repr(self) -> str:
         return f"bits={self.bits}"

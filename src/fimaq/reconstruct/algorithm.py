@@ -8,11 +8,17 @@ from torch import Tensor
 
 from fimaq.calibrate.ranges import set_ranges
 from fimaq.config import FISHER_METHODS, Config
-from fimaq.fisher.collect import Sample, collect_averages, flat
+from fimaq.fisher.collect import Sample, collect_averages, flat, sampled_scores
 from fimaq.models.units import Unit, UnitChain
 from fimaq.quant.layers import quantized_layers, set_quantized
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.objectives import FisherLoss, MeanSquaredError, OutputDivergence, SquaredGradient
+from fimaq.reconstruct.objectives import (
+    FisherLoss,
+    MeanSquaredError,
+    OutputDivergence,
+    SampledFisher,
+    SquaredGradient,
+)
 from fimaq.reconstruct.step import Objective, ReconstructionStep
 
 SWEEP = 64
@@ -132,6 +138,8 @@ class Reconstruction:
             return OutputDivergence(self.config.temperature, deltas, targets)
         if method == "brecq":
             return SquaredGradient()
+        if method == "sampled":
+            return SampledFisher(self.config.alpha, torch.zeros(deltas.shape[1], device=self.device))
         return FisherLoss(self.config, deltas.shape[1], self.device)
 
     @torch.no_grad()
@@ -144,20 +152,24 @@ class Reconstruction:
     def _refresh(self, index: int, objective: Objective) -> None:
         """Collect one more averaged perturbation and KL gradient from the unit as it is now."""
         unit = self.chain.units[index]
-        keep = (
-            (lambda start, g: self.cache.write("gradients", start, [g]))
-            if isinstance(objective, SquaredGradient)
-            else None
-        )
-        gradient, perturbation = collect_averages(
+        deltas, _ = self._first_deltas(index)
+        if isinstance(objective, SampledFisher):
+            for sample in self._samples(index):
+                scores = sampled_scores(sample, self.config.resolved_rank, self.config.temperature)
+                self.cache.write("gradients", sample.start, [scores])
+                objective.diagonal += scores.square().mean(1).sum(0) / self.count
+            objective.normalise(deltas, self.cache.rows("gradients", 0, len(deltas))[0])
+            return
+        one_by_one = isinstance(objective, SquaredGradient)
+        keep = (lambda start, g: self.cache.write("gradients", start, [g])) if one_by_one else None
+        collected = collect_averages(
             unit, self._samples(index), self.config.temperature, self.config.averages, keep
         )
-        deltas, _ = self._first_deltas(index)
         if isinstance(objective, SquaredGradient):
             weights = self.cache.rows("gradients", 0, len(deltas))[0]
             objective.normaliser = (deltas * weights).square().sum(1).mean().clamp_min(1e-38)
         elif isinstance(objective, FisherLoss):
-            objective.collect(gradient, perturbation, deltas)
+            objective.collect(collected, deltas)
 
     def _samples(self, index: int) -> Iterator[Sample]:
         for start, stop in self._sweep(self.config.fisher_size):

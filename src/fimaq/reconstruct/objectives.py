@@ -20,6 +20,7 @@ from fimaq.fisher.approximations import (
     rank_one_fisher,
     rank_one_loss,
 )
+from fimaq.fisher.collect import Collected
 from fimaq.fisher.divergence import kl_divergence
 
 Loss = Callable[[Tensor], Tensor]
@@ -58,6 +59,27 @@ class SquaredGradient:
         return (deltas * weights).square().sum(1).mean() / self.normaliser
 
 
+class SampledFisher:
+    """Each sample's own Fisher matrix from a few random scores u (n, k, a), plus their mean diagonal."""
+
+    def __init__(self, alpha: float, diagonal: Tensor) -> None:
+        self.alpha = alpha
+        self.diagonal = diagonal
+        self.normalisers = [torch.ones((), device=diagonal.device) for _ in range(2)]
+
+    def terms(self, deltas: Tensor, weights: Tensor) -> list[Tensor]:
+        scores = torch.bmm(weights, deltas.unsqueeze(-1)).square().mean()
+        return [scores, diagonal_loss(deltas, self.diagonal).mean()]
+
+    def normalise(self, deltas: Tensor, weights: Tensor) -> None:
+        self.normalisers = [t.clamp_min(1e-38) for t in self.terms(deltas, weights)]
+
+    def __call__(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        assert weights is not None
+        scores, diagonal = self.terms(deltas, weights)
+        return self.alpha * scores / self.normalisers[0] + (1 - self.alpha) * diagonal / self.normalisers[1]
+
+
 class FisherLoss:
     """Diag-FIM, rank-one, LR-FIM and DPLR-FIM, under either reading of the averages over samples.
 
@@ -76,11 +98,13 @@ class FisherLoss:
         self.perturbations = torch.zeros(rank, size, device=device)
         self.inverse = torch.zeros(rank, rank, device=device)
         self.diagonal = torch.zeros(size, device=device)
+        self.sums = torch.zeros(2, size, device=device)
         self.direction = torch.zeros(size, device=device)
         self.normalisers = {name: torch.ones((), device=device) for name in self.terms}
 
-    def collect(self, gradient: Tensor, perturbation: Tensor, deltas: Tensor) -> None:
+    def collect(self, collected: Collected, deltas: Tensor) -> None:
         """Add one averaged gradient (a,) and perturbation (a,); renormalise on current `deltas` (n, a)."""
+        gradient, perturbation = collected.gradient, collected.perturbation
         row = self.collected
         self.collected += 1
         # Only ratios of gradients matter; at unit size no product of them leaves the range of float32.
@@ -91,6 +115,10 @@ class FisherLoss:
         self.inverse[: row + 1, : row + 1] = inverse_gram(perturbations) / scale.square()
         if self.averages == "absolute":
             self.diagonal.copy_(gradients.mean(0))
+        elif self.averages == "paired":
+            self.sums[0] += collected.product / gradient.norm().clamp_min(1e-38)
+            self.sums[1] += collected.energy
+            self.diagonal.copy_((self.sums[0] / self.sums[1].clamp_min(1e-38)).clamp_min(0))
         else:
             self.diagonal.copy_(diagonal_fisher(gradients, perturbations))
         self.direction.copy_(rank_one_fisher(self.gradients[row], self.perturbations[row]))
@@ -106,12 +134,12 @@ class FisherLoss:
 
     def _term(self, name: str, deltas: Tensor) -> Tensor:
         """One term for every sample: (n, a) -> (n,), never negative."""
-        deltas = deltas.abs() if self.averages == "absolute" else deltas
+        deltas = deltas if self.averages == "signed" else deltas.abs()
         if name == "diagonal":
             return diagonal_loss(deltas, self.diagonal)
         if name == "rank one":
             return rank_one_loss(deltas, self.direction)
-        right = self.gradients if self.averages == "absolute" else self.perturbations
+        right = self.perturbations if self.averages == "signed" else self.gradients
         # Without symmetry the quadratic form can be negative; its size is what must shrink.
         return low_rank_loss(deltas, self.gradients, self.inverse, right).abs()
 

@@ -15,6 +15,7 @@ from fimaq.fisher.collect import flat
 from fimaq.models.units import Unit
 from fimaq.quant.fake import random_mask
 from fimaq.quant.layers import activation_quantizers, quantized_layers
+from fimaq.quant.quantizers import rounding_indecision
 
 SHARPEST, BLUNTEST = 20.0, 2.0
 """The exponent of the rounding penalty falls from the first to the second after the warm-up."""
@@ -111,7 +112,7 @@ class ReconstructionStep:
         progress = ((share - self.config.warmup) / (1 - self.config.warmup)).clamp(0, 1)
         exponent = SHARPEST + (BLUNTEST - SHARPEST) * progress
         weight = self.config.rounding_weight * (share >= self.config.warmup)
-        undecided = [(1 - (2 * q.weight_quantizer.round_up() - 1).abs().pow(exponent)).sum() for q in self.layers]
+        undecided = [rounding_indecision(rounding, exponent) for rounding in self.roundings]
         return weight * torch.stack(undecided).sum()
 
     def finish(self) -> bool:

@@ -1,0 +1,127 @@
+"""fimaq evaluate RUN --data DIR"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A finished run directory.")],
+    data: Annotated[Path | None, typer.Option(help="Folder with val/ inside.")] = None,
+    val: Annotated[Path | None, typer.Option(help="Validation images, one folder per class.")] = None,
+    crop_pct: Annotated[float | None, typer.Option(help="Overrides the run's stored preprocessing.")] = None,
+    val_size: Annotated[
+        int | None, typer.Option(help="Only so many images, evenly spread. [default: all]")
+    ] = None,
+    class_map: Annotated[Path | None, typer.Option(help='JSON {"folder": index}.')] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Full-precision weights, if they moved since the run.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Top-1 and top-5 of a run, full precision beside quantized, on labelled images.
+
+    Preprocessing is the run's own; class folders are mapped to classes by name.
+    """
+    from fimaq.progress import for_terminal
+
+    with for_terminal() as progress:
+        result = _evaluate(run, data, val, crop_pct, val_size, class_map, weights, batch_size, device, progress)
+    if as_json:
+        json.dump(result, sys.stdout)
+        sys.stdout.write("\n")
+    else:
+        _print_table(result)
+
+
+def _evaluate(
+    run: Path,
+    data: Path | None,
+    val: Path | None,
+    crop_pct: float | None,
+    val_size: int | None,
+    class_map: Path | None,
+    weights: Path | None,
+    batch_size: int,
+    device_name: str,
+    progress: Any,
+) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from fimaq.accuracy import evaluate_models
+    from fimaq.artifact.run_directory import RunDirectory
+    from fimaq.data import Preprocessing, build_transform, validation_set
+    from fimaq.errors import InputError
+    from fimaq.pipeline import choose_device, load
+
+    directory = RunDirectory.open_existing(run)
+    device = choose_device(device_name)
+    folder = val or (data / "val" if data is not None else None)
+    if folder is None:
+        raise InputError("no validation images were given: use --data DIR (with val/ inside) or --val DIR")
+    quantized = load(run, device=str(device))
+    if directory.config["preprocessing"] is None:
+        raise InputError(f"{run} was made without image preprocessing; evaluate it in Python")
+    preprocessing = Preprocessing.from_dict(directory.config["preprocessing"])
+    if crop_pct is not None:
+        preprocessing = replace(preprocessing, crop_pct=crop_pct)
+    progress.note(f"preprocessing: {preprocessing.describe()}")
+    cfg = getattr(quantized, "pretrained_cfg", None)
+    classes = directory.config["model"]["num_classes"]
+    dataset, mapping = validation_set(folder, classes, build_transform(preprocessing), class_map, cfg, val_size)
+    progress.note(f"validation: {len(dataset)} images, classes by {mapping.source}")
+    models = {"quantized": quantized}
+    original = _full_precision(directory.config, weights, progress)
+    if original is not None:
+        models["full_precision"] = original.to(device)
+    result = evaluate_models(models, dataset, batch_size, device, progress)
+    result["preprocessing"] = preprocessing.as_dict()
+    result["classes_by"] = mapping.source
+    directory.update_metrics({"accuracy": result})
+    return result
+
+
+def _full_precision(config: dict[str, Any], weights: Path | None, progress: Any) -> Any:
+    """The original model, when its weights can still be had and are the ones the run was made from."""
+    from fimaq.data.inputs import tensor_fingerprint
+    from fimaq.errors import InputError
+    from fimaq.models.build import build_model
+
+    described, given = config["model"], config["given"]
+    path = weights or (Path(given["weights"]) if given["weights"] else None)
+    try:
+        model = build_model(described["name"], path, described["num_classes"], described["args"])
+    except InputError as error:
+        if weights is not None:
+            raise
+        progress.note(f"full precision is left out: {error}")
+        return None
+    if tensor_fingerprint(sorted(model.state_dict().items())) != described["weights"]:
+        raise InputError(
+            f"the full-precision weights ({path or 'pretrained'}) are not those the run was made from"
+        )
+    return model
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column in ("", "top-1", "top-5"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in ("full_precision", "quantized"):
+        if name in result:
+            row = result[name]
+            table.add_row(name.replace("_", " "), f"{row['top1']:.2f}", f"{row['top5']:.2f}")
+    console = Console(highlight=False)
+    console.print(table)
+    skipped = f", {result['unreadable']} unreadable left out" if result["unreadable"] else ""
+    console.print(f"percent of {result['images']} images{skipped}")
+    if "agreement" in result:
+        console.print(f"same top-1 on {result['agreement']:.1f} %, mean KL {result['kl_divergence']:.4f}")

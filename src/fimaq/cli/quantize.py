@@ -1,0 +1,154 @@
+"""fimaq quantize MODEL --data DIR --bits w4a4 --out RUN"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fimaq.config import Config
+
+Given = typer.Option(default=None, show_default=False)
+
+
+def _default(name: str) -> str:
+    return f"[default: {Config.model_fields[name].default}]"
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="timm model name, such as deit_tiny_patch16_224.")],
+    out: Annotated[Path, typer.Option(help="Run directory to make.")],
+    data: Annotated[Path | None, typer.Option(help="Folder with train/ (calibration) and val/ inside.")] = None,
+    calib: Annotated[Path | None, typer.Option(help="Calibration images; no labels needed.")] = None,
+    val: Annotated[Path | None, typer.Option(help="Validation images, one folder per class.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="safetensors or plain state dict; without it timm's pretrained weights.")
+    ] = None,
+    bits: Annotated[str | None, typer.Option(help=f"wXaY, X and Y from 2 to 8. {_default('bits')}")] = None,
+    method: Annotated[
+        str | None, typer.Option(help=f"rtn, qdrop, brecq, diag, rank1, lowrank or fima-q. {_default('method')}")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help=f"deploy: per-tensor scales; released: per token and head. {_default('preset')}"),
+    ] = None,
+    iters: Annotated[int | None, typer.Option(help=f"Iterations per unit. {_default('iters')}")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank k of the Fisher approximation. [default: 15]")] = None,
+    alpha: Annotated[float | None, typer.Option(help=f"Share of the low-rank term. {_default('alpha')}")] = None,
+    calib_size: Annotated[int | None, typer.Option(help=f"Calibration images. {_default('calib_size')}")] = None,
+    val_size: Annotated[
+        int | None, typer.Option(help="Validation images at the end. [default: all; 500 on a CPU]")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help=f"{_default('batch_size')}")] = None,
+    crop_pct: Annotated[float | None, typer.Option(help="Overrides the model's own; 1.0: no crop.")] = None,
+    model_arg: Annotated[
+        list[str] | None, typer.Option(help="key=value for timm.create_model, repeatable; tuples as 3,6,12.")
+    ] = None,
+    num_classes: Annotated[int | None, typer.Option(help="Classes of the model's head.")] = None,
+    class_map: Annotated[
+        Path | None, typer.Option(help='JSON {"folder": index} where folders are not ImageNet wnids.')
+    ] = None,
+    allow_float: Annotated[
+        bool | None, typer.Option("--allow-float", help="Quantize the rest where an operator must stay float.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help=f"auto, cpu or cuda. {_default('device')}")] = None,
+    precision: Annotated[str | None, typer.Option(help=f"fp32, tf32 or bf16. {_default('precision')}")] = None,
+    seed: Annotated[int | None, typer.Option(help=f"{_default('seed')}")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Quantize a model with the help of unlabelled images.
+
+    Example: `fimaq quantize deit_tiny_patch16_224 --data imagenet --bits w4a4 --out runs/deit-tiny`
+    """
+    from fimaq.cli.values import build_config, parse_pairs
+    from fimaq.progress import for_terminal
+
+    flags = {name: value for name, value in locals().items() if name in Config.model_fields}
+    flags["model_args"] = parse_pairs(model_arg, "--model-arg") if model_arg else None
+    settings = build_config(flags, config, data)
+    with for_terminal() as progress:
+        metrics = _run(settings, out, resume, progress)
+    if as_json:
+        json.dump({"run": str(out), **metrics}, sys.stdout)
+        sys.stdout.write("\n")
+    else:
+        _print_summary(out, metrics)
+
+
+def _run(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, Any]:
+    from fimaq.accuracy import evaluate_models
+    from fimaq.artifact.run_directory import RunDirectory
+    from fimaq.data import build_transform, load_calibration, resolve_preprocessing, validation_set
+    from fimaq.errors import InputError
+    from fimaq.models.build import build_model
+    from fimaq.pipeline import choose_device, load, run_quantization
+
+    if config.calib is None:
+        raise InputError("no calibration images were given: use --data DIR (with train/ inside) or --calib DIR")
+    device = choose_device(config.device)
+    assert config.model is not None
+    model = build_model(config.model, config.weights, config.num_classes, config.model_args)
+    preprocessing = resolve_preprocessing(model, crop_pct=config.crop_pct)
+    progress.note(f"preprocessing: {preprocessing.describe()}")
+    transform = build_transform(preprocessing)
+    dataset = None
+    if config.val is not None:
+        size = config.val_size or (500 if device.type == "cpu" else None)
+        classes = getattr(model, "num_classes", 0)
+        cfg = getattr(model, "pretrained_cfg", None)
+        dataset, mapping = validation_set(config.val, classes, transform, config.class_map, cfg, size)
+        progress.note(f"validation: {len(dataset)} images, classes by {mapping.source}")
+    progress.start("reading calibration images", config.calib_size)
+    calibration = load_calibration(
+        config.calib, config.calib_size, transform, config.seed, progress=lambda done, total: progress.update(done)
+    )
+    if calibration.skipped:
+        progress.note(
+            f"{len(calibration.skipped)} unreadable images were skipped, such as {calibration.skipped[0]}"
+        )
+
+    import copy
+
+    run = run_quantization(
+        copy.deepcopy(model),
+        calibration.images,
+        config,
+        preprocessing,
+        calibration.fingerprint,
+        out,
+        resume,
+        progress,
+    )
+    metrics = dict(run.metrics)
+    if dataset is not None:
+        models = {"full_precision": model.to(device), "quantized": load(out, device=str(device))}
+        metrics["accuracy"] = evaluate_models(models, dataset, 64, device, progress)
+        RunDirectory.open_existing(out).update_metrics({"accuracy": metrics["accuracy"]})
+    return metrics
+
+
+def _print_summary(out: Path, metrics: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    say = Console(highlight=False, soft_wrap=True).print
+    if "accuracy" in metrics:
+        accuracy = metrics["accuracy"]
+        full, quantized = accuracy["full_precision"], accuracy["quantized"]
+        say(
+            f"top-1 {quantized['top1']:.2f} % (full precision {full['top1']:.2f} %), "
+            f"top-5 {quantized['top5']:.2f} % ({full['top5']:.2f} %), on {accuracy['images']} images"
+        )
+    fidelity = metrics["fidelity"]
+    say(
+        f"KL to full precision {fidelity['kl_divergence']:.4f}, same top-1 on {fidelity['agreement']:.1f} % "
+        "of the calibration images"
+    )
+    if "size" in metrics:
+        size = metrics["size"]
+        say(f"{size['quantized_bytes'] / 1e6:.2f} MB, full precision {size['full_precision_bytes'] / 1e6:.2f} MB")
+    if metrics["stayed_float"]:
+        say("stayed in float: " + "; ".join(metrics["stayed_float"]))
+    say(f"{out} is complete after {metrics['seconds']:.0f} s")

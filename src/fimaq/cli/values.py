@@ -1,0 +1,45 @@
+"""Reading what was typed: `key=value` pairs, tuples, and a configuration file under the flags."""
+
+from pathlib import Path
+from typing import Any
+
+from fimaq.config import Config, read_config_file
+from fimaq.data.classes import data_folders
+from fimaq.errors import InputError
+
+
+def parse_value(text: str) -> Any:
+    """A number, true/false/none, a tuple written 3,6,12,24, or the text itself."""
+    if "," in text:
+        return tuple(parse_value(part) for part in text.split(",") if part)
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def parse_pairs(pairs: list[str], flag: str) -> dict[str, Any]:
+    """`key=value` strings as a dictionary."""
+    result = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(f"{flag} {pair!r} is not of the form key=value, such as img_size=384")
+        result[key] = parse_value(value)
+    return result
+
+
+def build_config(flags: dict[str, Any], config_file: Path | None, data: Path | None) -> Config:
+    """A Config from the file's keys, overridden by the flags that were given (are not None)."""
+    values = read_config_file(config_file) if config_file is not None else {}
+    if "data" in values:
+        data = data or Path(values.pop("data"))
+    values |= {key: value for key, value in flags.items() if value is not None}
+    if data is not None:
+        calib, val = data_folders(data)
+        values.setdefault("calib", calib)
+        if val is not None:
+            values.setdefault("val", val)
+    return Config.create(**values)

@@ -1,0 +1,46 @@
+"""What every test starts from: one thread, fixed seeds, and small timm models with nothing hidden in them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def shared() -> Path:
+    """The folder with real weights and images."""
+    folder = Path(os.environ.get("FIMAQ_SHARED", "../shared"))
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is absent: set FIMAQ_SHARED to the folder that holds real weights and images")
+    return folder
+
+
+@pytest.fixture
+def noisy_model() -> Callable[..., nn.Module]:
+    """noisy_model(timm_name, **arguments) -> the model in evaluation mode, every parameter seeded noise.
+
+    timm starts LayerScale, biases and some norms at or near zero: a mistake behind one of these would not
+    reach the output.
+    """
+
+    def build(name: str, **arguments: Any) -> nn.Module:
+        model = timm.create_model(name, **arguments).eval()
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = parameter.data + 0.3 * noise if parameter.dim() == 1 else 0.1 * noise
+        return model
+
+    return build

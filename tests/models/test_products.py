@@ -1,0 +1,63 @@
+"""Attention written out as two products is scaled_dot_product_attention, whatever its arguments."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fimaq.models.products import written_out_attention
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
+
+
+QUERY, KEY, VALUE = _normal(2, 6, 5, 8), _normal(2, 6, 7, 8), _normal(2, 6, 7, 4)
+FILTER = torch.rand(5, 7, generator=GENERATOR) < 0.6
+FILTER[:, 0] = True  # a row that attends to nothing has no defined output
+CASES = {
+    "plain": {},
+    "float mask": {"attn_mask": _normal(2, 1, 5, 7)},
+    "boolean mask": {"attn_mask": FILTER},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.77},
+    "mask and scale": {"attn_mask": _normal(1, 6, 5, 7), "scale": 2.0},
+}
+
+
+@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
+def test_written_out_attention_is_the_fused_one(arguments):
+    written = written_out_attention((torch.matmul, torch.matmul), QUERY, KEY, VALUE, **arguments)
+    fused = F.scaled_dot_product_attention(QUERY, KEY, VALUE, **arguments)
+    torch.testing.assert_close(written, fused, rtol=1e-12, atol=1e-12)
+
+
+def test_written_out_attention_shares_keys_between_query_heads():
+    key, value = KEY[:, :2], VALUE[:, :2]
+    written = written_out_attention((torch.matmul, torch.matmul), QUERY, key, value, enable_gqa=True)
+    fused = F.scaled_dot_product_attention(QUERY, key, value, enable_gqa=True)
+    torch.testing.assert_close(written, fused, rtol=1e-12, atol=1e-12)
+
+
+def test_the_scale_is_applied_before_the_first_product():
+    lefts = []
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        lefts.append(left)
+        return left @ right
+
+    written_out_attention((product, product), QUERY, KEY, VALUE, scale=0.5)
+    torch.testing.assert_close(lefts[0], QUERY * 0.5)
+
+
+def test_the_second_product_sees_probabilities():
+    lefts = []
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        lefts.append(left)
+        return left @ right
+
+    written_out_attention((product, product), QUERY, KEY, VALUE)
+    assert len(lefts) == 2
+    torch.testing.assert_close(lefts[1].sum(-1), torch.ones(2, 6, 5, dtype=torch.float64))

@@ -1,0 +1,132 @@
+"""The activation cache gives back what was stored, wherever it had to be put."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fimaq.reconstruct import cache as cache_module
+from fimaq.reconstruct.cache import ActivationCache
+
+COUNT = 10
+
+
+@pytest.fixture(params=["host memory", "disk"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "disk":
+        monkeypatch.setattr(cache_module, "free_bytes", lambda device: 0)
+    return request.param
+
+
+@pytest.fixture
+def cache(place: str, tmp_path: Path) -> Iterator[ActivationCache]:
+    stored = ActivationCache(COUNT, torch.device("cpu"), tmp_path / "spill")
+    yield stored
+    stored.close()
+
+
+def filled(cache: ActivationCache, name: str = "inputs") -> list[Tensor]:
+    """Two tensors per image, written in three uneven batches."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(COUNT, 3, 2), torch.randn(COUNT, 5)]
+    for start, stop in ((0, 4), (4, 8), (8, 10)):
+        cache.write(name, start, [t[start:stop] for t in tensors])
+    return tensors
+
+
+def spilled(tmp_path: Path) -> list[Path]:
+    return [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_place_is_reported(cache: ActivationCache, place: str) -> None:
+    filled(cache)
+    assert cache.places == {"inputs": place}
+
+
+def test_files_are_made_only_where_memory_does_not_do(cache: ActivationCache, place: str, tmp_path: Path) -> None:
+    filled(cache)
+    assert len(spilled(tmp_path)) == (2 if place == "disk" else 0)
+
+
+def test_rows_come_back_as_written(cache: ActivationCache) -> None:
+    tensors = filled(cache)
+    assert all(torch.equal(r, t[3:9]) for r, t in zip(cache.rows("inputs", 3, 9), tensors, strict=True))
+
+
+def test_gather_follows_the_order_of_the_indices(cache: ActivationCache) -> None:
+    tensors = filled(cache)
+    indices = torch.tensor([7, 0, 7, 3])
+    found = cache.gather("inputs", indices)
+    assert all(torch.equal(f, torch.stack([t[i] for i in indices])) for f, t in zip(found, tensors, strict=True))
+
+
+@pytest.mark.parametrize("read", ["rows", "gather"])
+def test_what_is_read_is_a_copy(cache: ActivationCache, read: str) -> None:
+    tensors = filled(cache)
+    found = cache.rows("inputs", 0, 2) if read == "rows" else cache.gather("inputs", torch.tensor([0, 1]))
+    found[0].zero_()
+    assert torch.equal(cache.rows("inputs", 0, COUNT)[0], tensors[0])
+
+
+def test_what_was_written_is_a_copy(cache: ActivationCache) -> None:
+    given = torch.ones(COUNT, 4)
+    cache.write("inputs", 0, [given])
+    given.zero_()
+    assert cache.rows("inputs", 0, COUNT)[0].eq(1).all()
+
+
+def test_writing_again_replaces_those_rows_only(cache: ActivationCache) -> None:
+    tensors = filled(cache)
+    cache.write("inputs", 2, [torch.zeros(1, 3, 2), torch.zeros(1, 5)])
+    first = cache.rows("inputs", 0, COUNT)[0]
+    assert first[2].eq(0).all()
+    assert torch.equal(first[[0, 1, *range(3, COUNT)]], tensors[0][[0, 1, *range(3, COUNT)]])
+
+
+def test_the_type_of_what_is_written_is_kept(cache: ActivationCache) -> None:
+    cache.write("codes", 0, [torch.arange(COUNT, dtype=torch.int16)[:, None]])
+    (codes,) = cache.rows("codes", 0, COUNT)
+    assert codes.dtype == torch.int16
+    assert codes[:, 0].tolist() == list(range(COUNT))
+
+
+def test_renaming_replaces_what_had_the_name(cache: ActivationCache, place: str, tmp_path: Path) -> None:
+    cache.write("inputs", 0, [torch.zeros(COUNT, 7)])
+    tensors = filled(cache, "next")
+    cache.rename("next", "inputs")
+    assert all(torch.equal(r, t) for r, t in zip(cache.rows("inputs", 0, COUNT), tensors, strict=True))
+    assert cache.places == {"inputs": place}
+    assert len(spilled(tmp_path)) == (2 if place == "disk" else 0)
+
+
+def test_dropping_one_name_leaves_the_others(cache: ActivationCache, place: str, tmp_path: Path) -> None:
+    tensors = filled(cache)
+    filled(cache, "outputs")
+    cache.drop("outputs")
+    assert list(cache.places) == ["inputs"]
+    assert torch.equal(cache.rows("inputs", 0, COUNT)[1], tensors[1])
+    assert len(spilled(tmp_path)) == (2 if place == "disk" else 0)
+
+
+def test_dropping_an_unknown_name_is_no_error(cache: ActivationCache) -> None:
+    cache.drop("never written")
+    assert cache.places == {}
+
+
+def test_closing_removes_every_file(cache: ActivationCache, tmp_path: Path) -> None:
+    filled(cache)
+    filled(cache, "outputs")
+    cache.close()
+    assert spilled(tmp_path) == []
+    assert cache.places == {}
+
+
+def test_only_what_does_not_fit_goes_to_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cache_module, "free_bytes", lambda device: 4000)
+    cache = ActivationCache(COUNT, torch.device("cpu"), tmp_path)
+    cache.write("small", 0, [torch.zeros(COUNT, 10)])
+    cache.write("large", 0, [torch.zeros(COUNT, 100)])
+    assert cache.places == {"small": "host memory", "large": "disk"}
+    cache.close()
