@@ -150,13 +150,13 @@ def test_the_same_seed_gives_the_same_bits(finished: fimaq.Run) -> None:
     assert equal(tensors(quantize().model), tensors(finished.model))
 
 
-def test_recognising_a_timm_model_draws_no_random_numbers() -> None:
+def test_recognising_a_timm_model_draws_no_random_numbers(tmp_path: Path) -> None:
     model, images = timm_model(), torch.randn(8, 3, 32, 32)
     settings = {**SETTINGS, "calib_size": 8, "batch_size": 8, "method": "rtn"}
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    fimaq.quantize(model, images, model_args=TINY, **settings)
+    fimaq.quantize(model, images, out=tmp_path / "run", model_args=TINY, **settings)
     assert torch.equal(torch.rand(3), expected)
 
 

@@ -69,15 +69,15 @@ def quantize(
     settings["calib_size"] = len(gathered)
     settings.setdefault("batch_size", min(32, len(gathered)))
     config = Config.create(**settings)
-    if config.model is None:
-        name = _architecture_of(model, config.model_args)
+    if config.model is None and out is not None:
+        name = _architecture_of(model, config.model_args, gathered[:1])
         config = config.model_copy(update={"model": name})
     return run_quantization(
         model if inplace else copy.deepcopy(model),
         gathered,
         config,
         preprocessing=resolve_preprocessing(model) if gathered.shape[1] == 3 else None,
-        fingerprint=tensor_fingerprint([("images", gathered)]),
+        fingerprint="" if out is None else tensor_fingerprint([("images", gathered)]),
         out=None if out is None else Path(out),
         resume=resume,
         progress=progress or Silent(),
@@ -97,15 +97,15 @@ def run_quantization(
     """Quantize `model` in place and store the run. `images`: the calibration set (n, C, H, W)."""
     device = choose_device(config.device)
     check_finite(model)
-    description = _describe(model, config, preprocessing, fingerprint, len(images))
     with contextlib.ExitStack() as stack:
         directory = None
         if out is not None:
+            description = _describe(model, config, preprocessing, fingerprint, len(images))
             same = ("settings", "model", "data")
             directory = stack.enter_context(RunDirectory.create(out, description, resume, same))
             if directory.complete:
                 progress.note(f"{out} already holds this run, finished; nothing to do")
-                return Run(load(out), config, directory.read_metrics(), out)
+                return Run(load(out, model, str(device)), config, directory.read_metrics(), out)
         stack.enter_context(_numerics(config))
         stack.enter_context(torch.random.fork_rng())
         model = model.to(device).eval()
@@ -177,6 +177,8 @@ def _finish_unit(
     stored = directory.load_stage(stage) if directory is not None else None
     if stored is not None:
         reconstruction.cache_full_precision(index)
+        if stored[1].get("unit") != unit.name:
+            raise InputError(f"checkpoint {stage} holds {stored[1].get('unit')!r} instead of {unit.name!r}")
         load_quantized_state(unit.module, stored[0])
         record: dict[str, Any] = stored[1]
         progress.note(f"{unit.name}: taken from the checkpoint")
@@ -223,7 +225,10 @@ def load(path: str | Path, model: nn.Module | None = None, device: str = "cpu") 
     else:
         fresh = copy.deepcopy(model)
     tensors, metadata = directory.read_model()
-    apply_structure(fresh, Structure.from_dict(json.loads(metadata["structure"])))
+    try:
+        apply_structure(fresh, Structure.from_dict(json.loads(metadata["structure"])))
+    except KeyError as error:
+        raise InputError(f"{path} was made from another architecture: the model has no layer {error}") from None
     load_quantized_state(fresh, tensors)
     return fresh.to(device).eval().requires_grad_(False)
 
@@ -265,6 +270,7 @@ def _describe(
     """What config.json records: all that is needed to repeat the run and to recognise it again."""
     settings = config.model_dump(mode="json")
     settings["rank"] = config.resolved_rank
+    settings["rounding_lr"], settings["scale_lr"] = config.resolved_rounding_lr, config.resolved_scale_lr
     paths = {key: settings.pop(key) for key in sorted(NOT_COMPARED)}
     for key in ("model", "model_args", "num_classes"):
         settings.pop(key)
@@ -289,17 +295,24 @@ def _describe(
     }
 
 
-def _architecture_of(model: nn.Module, args: dict[str, Any]) -> str | None:
+def _architecture_of(model: nn.Module, args: dict[str, Any], example: Tensor) -> str | None:
     """The timm name that builds a model with this one's weights, if there is one."""
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not name:
         return None
     try:
-        twin = build_architecture(name, getattr(model, "num_classes", None), args)
+        with torch.random.fork_rng():
+            twin = build_architecture(name, getattr(model, "num_classes", None), args)
     except InputError:
         return None
     shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (model, twin)]
-    return name if shapes[0] == shapes[1] else None
+    if shapes[0] != shapes[1]:
+        return None
+    given = copy.deepcopy(model).cpu().eval()
+    twin.load_state_dict(given.state_dict())
+    with torch.no_grad():
+        same = torch.allclose(twin(example.cpu()), given(example.cpu()), rtol=1e-4, atol=1e-5)
+    return name if same else None
 
 
 def _sizes(state: dict[str, Tensor], model: nn.Module) -> dict[str, int]:

@@ -93,9 +93,7 @@ def test_no_tensors_and_no_metadata_survive(tmp_path):
 
 def test_tied_transposed_and_trained_tensors_are_accepted(tmp_path):
     weight = torch.nn.Parameter(torch.randn(3, 4))
-    write_tensors(
-        tmp_path / "t.safetensors", {"a": weight, "b": weight, "c": weight.t(), "d": weight[1:]}, {}
-    )
+    write_tensors(tmp_path / "t.safetensors", {"a": weight, "b": weight, "c": weight.t(), "d": weight[1:]}, {})
     tensors, _ = read_tensors(tmp_path / "t.safetensors")
     assert torch.equal(tensors["a"], tensors["b"])
     assert torch.equal(tensors["c"], weight.t())

@@ -299,9 +299,7 @@ class TestFinished:
     def test_it_is_not_overwritten(self, tmp_path):
         start_finished(tmp_path)
         before = snapshot(tmp_path)
-        with pytest.raises(
-            InputError, match="already holds a finished run; choose another --out or remove it"
-        ):
+        with pytest.raises(InputError, match="already holds a finished run; choose another --out or remove it"):
             RunDirectory.create(tmp_path, CONFIG, resume=False)
         with pytest.raises(InputError, match="other settings"):
             RunDirectory.create(tmp_path, OTHER, resume=True)

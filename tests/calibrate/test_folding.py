@@ -104,9 +104,6 @@ def test_a_shift_is_folded_where_windows_fit(folded):
     assert {kind for name, kind in names.items() if name.endswith("norm1")} == {"folded"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="fold_layer_norms looks for readers outside of watched(): F.linear hides them"
-)
 def test_a_norm_whose_reader_is_given_its_bias_is_scaled(folded):
     names = folded("beit")[3]
     assert {kind for name, kind in names.items() if name.endswith("norm1")} == {"scaled"}
@@ -157,7 +154,6 @@ def test_a_channel_that_is_always_the_same_breaks_nothing():
     torch.testing.assert_close(model(images), before, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="fold.py puts biases in place as parameters that require gradients")
 def test_folding_leaves_nothing_to_be_trained(folded):
     assert not any(parameter.requires_grad for parameter in folded("vit")[0].parameters())
 
@@ -175,7 +171,6 @@ class ChannelsFirst(nn.Module):
         return self.head(self.norm(self.patches(images)).mean((2, 3)))
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="fold.py takes the last dimension for the channels")
 def test_a_norm_over_channels_first_breaks_nothing():
     model, images, before, _ = _fold(ChannelsFirst().double(), torch.randn(4, 3, 32, 32, dtype=torch.float64))
     torch.testing.assert_close(model(images), before, rtol=1e-9, atol=1e-9)

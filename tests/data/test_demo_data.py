@@ -42,8 +42,6 @@ def test_asking_for_images_the_demo_does_not_hold_names_the_limit(n: int) -> Non
         demo_calibration(n)
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"), [("vit_digits.safetensors", 700_000), ("digits.safetensors", 200_000)]
-)
+@pytest.mark.parametrize(("name", "limit"), [("vit_digits.safetensors", 700_000), ("digits.safetensors", 200_000)])
 def test_the_embedded_files_stay_small(name: str, limit: int) -> None:
     assert len(files("fimaq.data.demo").joinpath(name).read_bytes()) < limit

@@ -94,10 +94,9 @@ def collect(
     scene: Scene, averages: str, keep: Any = None, given: Iterator[Sample] | None = None
 ) -> tuple[Tensor, Tensor]:
     unit = scene.chain.units[scene.index]
-    collected = collect_averages(
+    return collect_averages(
         lambda inputs: [coarse(z) for z in unit(inputs)], given or samples(scene), TEMPERATURE, averages, keep
     )
-    return collected.gradient, collected.perturbation
 
 
 def test_signed_averages_are_the_means_of_a_loop_over_single_images(scene: Scene) -> None:

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fimaq.config import Config
-from fimaq.fisher.collect import Collected
 from fimaq.reconstruct.objectives import FisherLoss, MeanSquaredError, OutputDivergence, SquaredGradient
 
 SIZE = 20
@@ -26,11 +25,6 @@ def fisher_loss(method: str, averages: str, rank: int, alpha: float = 0.5) -> Fi
     return FisherLoss(config, SIZE, torch.device("cpu"))
 
 
-def feed(loss: FisherLoss, gradient: Tensor, perturbation: Tensor, deltas: Tensor) -> None:
-    """Collect as if all samples were alike."""
-    loss.collect(Collected(gradient, perturbation, gradient * perturbation, perturbation.square()), deltas)
-
-
 def rows(averages: str, count: int) -> tuple[Tensor, Tensor]:
     """Gradients and perturbations as `averages` delivers them, each gradient in agreement with its partner."""
     root = torch.randn(SIZE, SIZE)
@@ -45,7 +39,7 @@ def collected_loss(method: str, averages: str) -> tuple[FisherLoss, Tensor]:
     loss = fisher_loss(method, averages, count, alpha=0.3)
     for gradient, perturbation in zip(*rows(averages, count), strict=True):
         deltas = torch.randn(8, SIZE)
-        feed(loss, gradient, perturbation, deltas)
+        loss.collect(gradient, perturbation, deltas)
     return loss, deltas
 
 
@@ -118,7 +112,7 @@ def test_absolute_averages_give_the_released_formulas(method: str, term: str, co
     first, deltas = torch.randn(8, SIZE), torch.randn(8, SIZE)
     loss = fisher_loss(method, "absolute", count)
     for gradient, perturbation in zip(gradients, perturbations, strict=True):
-        feed(loss, gradient, perturbation, first)
+        loss.collect(gradient, perturbation, first)
     by_hand = getattr(ByHand(gradients, perturbations), term)
     assert loss(deltas, deltas).item() == pytest.approx(by_hand(deltas) / by_hand(first), rel=1e-3)
 
@@ -131,7 +125,7 @@ def test_absolute_dplr_mixes_both_terms_each_relative_to_its_start() -> None:
     first, deltas = torch.randn(8, SIZE), torch.randn(8, SIZE)
     loss = fisher_loss("fima-q", "absolute", 3, alpha=0.3)
     for gradient, perturbation in zip(gradients, perturbations, strict=True):
-        feed(loss, gradient, perturbation, first)
+        loss.collect(gradient, perturbation, first)
     by_hand = ByHand(gradients, perturbations)
     low_rank = by_hand.low_rank(deltas) / by_hand.low_rank(first)
     diagonal = by_hand.diagonal(deltas) / by_hand.diagonal(first)
@@ -143,7 +137,7 @@ def test_signed_low_rank_is_the_quadratic_form_of_the_paper() -> None:
     first, deltas = torch.randn(8, SIZE), torch.randn(8, SIZE)
     loss = fisher_loss("lowrank", "signed", 3)
     for gradient, perturbation in zip(gradients, perturbations, strict=True):
-        feed(loss, gradient, perturbation, first)
+        loss.collect(gradient, perturbation, first)
     fisher = gradients.double().numpy().T @ np.linalg.pinv(perturbations.double().numpy().T)
 
     def form(values: Tensor) -> float:
@@ -201,7 +195,7 @@ def test_fisher_losses_stay_finite_at_the_edges(method: str, averages: str, edge
     loss = fisher_loss(method, averages, count)
     deltas = torch.randn(8, SIZE)
     for gradient, perturbation in zip(*rows(averages, count), strict=True):
-        feed(loss, EDGES[edge][0] * gradient, EDGES[edge][1] * perturbation, deltas)
+        loss.collect(EDGES[edge][0] * gradient, EDGES[edge][1] * perturbation, deltas)
     leaf = deltas.clone().requires_grad_()
     value = loss(leaf, leaf)
     value.backward()
@@ -218,7 +212,7 @@ def test_the_size_of_the_gradients_does_not_matter(method: str, size: float) -> 
     values = []
     for factor in (1.0, size):
         loss = fisher_loss(method, "absolute", 1)
-        feed(loss, factor * gradients[0], perturbations[0], first)
+        loss.collect(factor * gradients[0], perturbations[0], first)
         values.append(loss(deltas, deltas).item())
     assert values[1] == pytest.approx(values[0], rel=1e-3)
 
@@ -231,6 +225,6 @@ def test_the_same_perturbation_collected_twice_gives_the_loss_of_once(averages: 
     for times in (1, 2):
         loss = fisher_loss("lowrank", averages, 2)
         for _ in range(times):
-            feed(loss, gradients[0], perturbations[0], first)
+            loss.collect(gradients[0], perturbations[0], first)
         values.append(loss(deltas, deltas).item())
     assert values[1] == pytest.approx(values[0], rel=1e-4)

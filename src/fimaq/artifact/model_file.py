@@ -45,6 +45,10 @@ def load_quantized_state(module: nn.Module, state: dict[str, Tensor]) -> None:
             bits, shape = layer.weight_quantizer.bits, layer.weight.shape
             layer.set_codes(unpack_bits(state.pop(_join(name, "weight") + PACKED), bits, shape).to(device))
             bias = state.pop(_join(name, "bias"), None)
+            if bias is None and layer.bias is not None:
+                raise KeyError(f"{_join(name, 'bias')} is missing")
+            if bias is not None and bias.shape != shape[:1]:
+                raise ValueError(f"{_join(name, 'bias')} has shape {tuple(bias.shape)}, not {tuple(shape[:1])}")
             layer.bias = None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)
         for product in module.modules():
             if hasattr(product, "left_quantizer"):

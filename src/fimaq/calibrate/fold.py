@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
+from fimaq.models.products import watched
 from fimaq.quant.layers import QuantLinear
 
 TOLERANCE = 1e-3
@@ -28,7 +30,8 @@ def fold_layer_norms(model: nn.Module, example: Tensor, images: Callable[[], Ite
     norms = {
         name: m
         for name, m in model.named_modules()
-        if isinstance(m, nn.LayerNorm) and m.weight is not None and m.bias is not None
+        if isinstance(m, nn.LayerNorm) and not isinstance(m, LayerNorm2d)
+        if m.weight is not None and m.bias is not None
     }
     extremes = _channel_extremes(model, norms, images)
     reference = model(example)
@@ -65,7 +68,7 @@ def _try_fold(
     for reader in readers:
         if middle.any():
             shift = reader.weight.data @ middle
-            reader.bias = nn.Parameter(shift if reader.bias is None else reader.bias.data + shift)
+            reader.bias = _fixed(shift if reader.bias is None else reader.bias.data + shift)
         reader.weight.data = reader.weight.data * spread
     norm.weight.data = norm.weight.data / spread
     norm.bias.data = (norm.bias.data - middle) / spread
@@ -73,8 +76,12 @@ def _try_fold(
         return True
     for module, weight, bias in before:
         module.weight.data = weight
-        module.bias = None if bias is None else nn.Parameter(bias)
+        module.bias = None if bias is None else _fixed(bias)
     return False
+
+
+def _fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 def _close(output: Tensor, reference: Tensor) -> bool:
@@ -124,7 +131,8 @@ def _inputs_of(model: nn.Module, layers: list[QuantLinear], example: Tensor) -> 
     inputs: dict[QuantLinear, Tensor] = {}
     hooks = [m.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0])) for m in layers]
     try:
-        model(example)
+        with watched(model):
+            model(example)
     finally:
         for hook in hooks:
             hook.remove()

@@ -203,5 +203,8 @@ def _rounding_error(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -
 
 
 def _spread(x: Tensor, count: int) -> Tensor:
-    """At most `count` rows of x, evenly spread."""
-    return x[:: max(1, -(-len(x) // count))]
+    """At most `count` rows of x, drawn with a fixed seed: a regular stride may miss whole tokens or windows."""
+    if len(x) <= count:
+        return x
+    chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:count].sort().values
+    return x[chosen.to(x.device)]

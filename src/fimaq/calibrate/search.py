@@ -15,7 +15,7 @@ ErrorOf = Callable[[Tensor, Tensor], Tensor]
 
 COARSE_SHRINK = tuple(0.74**step for step in range(10))
 FINE_SHRINK = tuple(0.79 * 1.06**step for step in range(9))
-TOKEN_SHRINK = tuple(2.0 * 0.88**step for step in range(24))
+TOKEN_SHRINK = tuple(0.88**step for step in range(-5, 19))
 COARSE_SHIFTS = 7
 CHUNK_ELEMENTS = 2**25
 """Largest intermediate of the search, in elements: bounds memory, and keeps a CPU inside its caches."""

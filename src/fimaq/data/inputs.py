@@ -12,10 +12,7 @@ from fimaq.errors import InputError
 
 def gather_images(source: Any, count: int) -> Tensor:
     """The first `count` images of `source` (all, where it has fewer) as one float tensor (n, C, H, W)."""
-    if isinstance(source, Tensor):
-        images = source[:count]
-    else:
-        images = _from_iterable(source, count)
+    images = source[:count] if isinstance(source, Tensor) else _from_iterable(source, count)
     if images.dim() != 4 or not images.is_floating_point():
         raise InputError(
             f"calibration images must be a float tensor (n, C, H, W), not {images.dtype} {tuple(images.shape)}"

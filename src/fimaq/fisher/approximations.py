@@ -42,7 +42,8 @@ def inverse_gram(perturbations: Tensor) -> Tensor:
 
 def rank_k_fisher(gradients: Tensor, perturbations: Tensor) -> Tensor:
     """F_rank-k = gradient dz^+ written out, (a, a), Eq. (17). For reading and testing: a is large."""
-    return gradients.T @ inverse_gram(perturbations) @ perturbations
+    rows = perturbations.double()
+    return (gradients.double().T @ inverse_gram(rows) @ rows).to(gradients.dtype)
 
 
 def diagonal_loss(deltas: Tensor, diagonal: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Building a model from its timm name and loading weights into it, safely."""
 
+import difflib
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def build_architecture(
     if num_classes is not None:
         options["num_classes"] = num_classes
     if not timm.is_model(name.split(".")[0].removeprefix("hf-hub:")) and not name.startswith("hf-hub:"):
-        near = timm.list_models(f"*{name.split('_')[0]}*")[:5]
+        near = difflib.get_close_matches(name, timm.list_models(), 5)
         hint = f"; similar names: {', '.join(near)}" if near else ""
         raise InputError(f"{name!r} is not a timm model{hint}. `fimaq list models` shows the supported ones")
     try:
@@ -95,9 +97,12 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         OSError,
         ValueError,
         KeyError,
+        IndexError,
+        struct.error,
     ) as error:
         raise InputError(
-            f"weights file {path} is not a safetensors file or a plain torch state dict: {_first_line(error)}"
+            f"weights file {path} is not a safetensors file or a plain torch state dict "
+            f"({type(error).__name__}); nothing in it was executed"
         ) from None
     for key in ("state_dict", "model", "model_ema"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):

@@ -1,6 +1,6 @@
 """From a trained model to one whose every heavy operator can be quantized, all quantizers still off."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.errors import InputError
-from fimaq.models.products import FloatProduct, count_products, float_products, open_module
-from fimaq.quant.layers import can_convert, convert_layer
+from fimaq.models.products import FloatProduct, count_products, float_products, open_module, watched
+from fimaq.quant.layers import can_convert, convert_layer, restore_layer
 
 FIRST_LAYER_BITS = 8
 """The image itself is quantized to 8 bits whatever the setting: it arrives as bytes."""
@@ -56,11 +56,14 @@ def prepare_model(
         if can_convert(layer)
     }
     products = {name: (count, activation_bits) for name, count in count_products(model, run).items()}
-    structure = Structure(layers, products)
-    apply_structure(model, structure)
+    apply_structure(model, Structure(layers, products))
     left = float_products(model, run)
-    if left and not allow_float:
+    uncalled = layers.keys() - _called(model, layers, run)
+    if (left or uncalled) and not allow_float:
         raise InputError(_refusal(left))
+    for name in uncalled:
+        restore_layer(model.get_submodule(name))
+        del layers[name]
     return Structure(layers, products, [str(product) for product in left])
 
 
@@ -73,6 +76,22 @@ def apply_structure(model: nn.Module, structure: Structure) -> None:
     for name, (count, bits) in structure.products.items():
         open_module(modules[name], count, bits)
         modules[name].products.to(device)  # type: ignore[union-attr]
+
+
+def _called(model: nn.Module, names: Iterable[str], run: Callable[[], Any]) -> set[str]:
+    """Which of the layers are really called: torch's own MultiheadAttention reads a weight past its layer."""
+    called: set[str] = set()
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda m, a, name=name: called.add(name))  # type: ignore[misc]
+        for name in names
+    ]
+    try:
+        with watched(model), torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
 
 
 def _layers_in_order(model: nn.Module, run: Callable[[], Any]) -> dict[str, nn.Module]:

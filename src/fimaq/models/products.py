@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fimaq.errors import InputError
 from fimaq.quant.layers import QUANTIZED, QuantLinear, QuantMatMul
 
 _MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
@@ -110,7 +111,12 @@ class OpenedModule(nn.Module):
         mode = _ProductMode(lambda index: self.products[index], self)
         with mode:
             result = super().forward(*args, **kwargs)
-        assert mode.count == len(self.products), f"{type(self).__name__} changed its number of products"
+        if mode.count != len(self.products):
+            kind = type(self).__name__.removeprefix("Opened")
+            raise InputError(
+                f"{kind} made {mode.count} products of activations where {len(self.products)} were expected: "
+                "a module used more than once, or whose products depend on its input, is not supported"
+            )
         return result
 
 
@@ -155,6 +161,11 @@ def count_products(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
     """Module name -> how many products of two activations its forward makes during `run()`."""
     names = {id(m): name for name, m in model.named_modules()}
     counts: dict[str, int] = {}
+    entered: dict[str, int] = {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        name = names.get(id(module), "")
+        entered[name] = entered.get(name, 0) + 1
 
     class Counter(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,8 +176,15 @@ def count_products(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
                 counts[name] = counts.get(name, 0) + found
             return func(*args, **(kwargs or {}))
 
-    with _running_module() as stack, Counter(), torch.no_grad():
-        run()
+    hook = nn.modules.module.register_module_forward_pre_hook(enter)
+    try:
+        with _running_module() as stack, Counter(), torch.no_grad():
+            run()
+    finally:
+        hook.remove()
+    for name in counts:
+        if entered[name] > 1:
+            raise InputError(f"{name} is used more than once in a forward pass, which is not supported")
     return counts
 
 
@@ -182,7 +200,10 @@ class FloatProduct:
         return f"{self.module or '(model)'} ({self.kind}): {self.operator}"
 
 
-_HEAVY = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "dot", "convolution", "linear")
+_HEAVY = {
+    "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "dot", "convolution", "linear",
+    "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+}  # fmt: skip
 
 
 def float_products(model: nn.Module, run: Callable[[], Any]) -> list[FloatProduct]:
@@ -198,7 +219,9 @@ def float_products(model: nn.Module, run: Callable[[], Any]) -> list[FloatProduc
             name = func.overloadpacket.__name__
             heavy = name in _HEAVY or "scaled_dot_product" in name
             if heavy and stack and not any(isinstance(m, QUANTIZED) for m in stack):
-                product = FloatProduct(names.get(id(stack[-1]), ""), type(stack[-1]).__name__, name)
+                product = FloatProduct(
+                    names.get(id(stack[-1]), ""), type(stack[-1]).__name__.removeprefix("Opened"), name
+                )
                 found.setdefault(product)
             return func(*args, **(kwargs or {}))
 

@@ -151,10 +151,11 @@ class UnitChain:
     @torch.no_grad()
     def _trace(self, images: Tensor) -> None:
         """Learn the order of the units and the signatures of their inputs and outputs."""
-        one, two = (
-            _record_calls(self.model, self.units, images[:1]),
-            _record_calls(self.model, self.units, images),
-        )
+        one, two = (_record_calls(self.model, self.units, batch) for batch in (images[:1], images))
+        for unit in self.units:
+            if unit.name not in two:
+                kind = type(unit.module).__name__
+                raise InputError(f"{unit.name} ({kind}) is never called as a module, only its parts are")
         self.units = [unit for unit in sorted(self.units, key=lambda u: list(two).index(u.name))]
         for unit in self.units:
             unit.inputs = Signature.of(one[unit.name][0], two[unit.name][0])

@@ -86,4 +86,5 @@ def random_mask(like: Tensor, probability: float) -> Tensor:
     count = like.numel()
     words = torch.empty((count + 7) // 8, dtype=torch.int64, device=like.device).random_(-(2**63), None)
     octets = words.view(torch.uint8)[:count].view(like.shape)
-    return octets < round(probability * 256)
+    threshold = round(probability * 256)
+    return octets <= threshold - 1 if threshold else torch.zeros_like(octets, dtype=torch.bool)

@@ -104,6 +104,12 @@ def convert_layer(layer: nn.Module, weight_bits: int, input_bits: int) -> None:
     layer._attach_quantizers(weight_bits, input_bits)
 
 
+def restore_layer(layer: nn.Module) -> None:
+    """Undo `convert_layer` on a layer that was not hardened."""
+    layer.__class__ = nn.Linear if isinstance(layer, QuantLinear) else nn.Conv2d
+    del layer.input_quantizer, layer.weight_quantizer, layer.quantized, layer.hard
+
+
 def can_convert(layer: nn.Module) -> bool:
     """True for layers that compute exactly what nn.Linear or nn.Conv2d does (zero padding only)."""
     if isinstance(layer, nn.Linear):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fimaq.calibrate.ranges import set_ranges
 from fimaq.config import FISHER_METHODS, Config
-from fimaq.fisher.collect import Sample, collect_averages, flat, sampled_scores
+from fimaq.fisher.collect import Sample, collect_averages, flat
 from fimaq.models.units import Unit, UnitChain
 from fimaq.quant.layers import quantized_layers, set_quantized
 from fimaq.reconstruct.cache import ActivationCache
@@ -16,7 +16,6 @@ from fimaq.reconstruct.objectives import (
     FisherLoss,
     MeanSquaredError,
     OutputDivergence,
-    SampledFisher,
     SquaredGradient,
 )
 from fimaq.reconstruct.step import Objective, ReconstructionStep
@@ -138,8 +137,6 @@ class Reconstruction:
             return OutputDivergence(self.config.temperature, deltas, targets)
         if method == "brecq":
             return SquaredGradient()
-        if method == "sampled":
-            return SampledFisher(self.config.alpha, torch.zeros(deltas.shape[1], device=self.device))
         return FisherLoss(self.config, deltas.shape[1], self.device)
 
     @torch.no_grad()
@@ -153,26 +150,20 @@ class Reconstruction:
         """Collect one more averaged perturbation and KL gradient from the unit as it is now."""
         unit = self.chain.units[index]
         deltas, _ = self._first_deltas(index)
-        if isinstance(objective, SampledFisher):
-            for sample in self._samples(index):
-                scores = sampled_scores(sample, self.config.resolved_rank, self.config.temperature)
-                self.cache.write("gradients", sample.start, [scores])
-                objective.diagonal += scores.square().mean(1).sum(0) / self.count
-            objective.normalise(deltas, self.cache.rows("gradients", 0, len(deltas))[0])
-            return
         one_by_one = isinstance(objective, SquaredGradient)
+        limit = None if one_by_one else self.config.fisher_size
         keep = (lambda start, g: self.cache.write("gradients", start, [g])) if one_by_one else None
-        collected = collect_averages(
-            unit, self._samples(index), self.config.temperature, self.config.averages, keep
+        gradient, perturbation = collect_averages(
+            unit, self._samples(index, limit), self.config.temperature, self.config.averages, keep
         )
         if isinstance(objective, SquaredGradient):
             weights = self.cache.rows("gradients", 0, len(deltas))[0]
             objective.normaliser = (deltas * weights).square().sum(1).mean().clamp_min(1e-38)
         elif isinstance(objective, FisherLoss):
-            objective.collect(collected, deltas)
+            objective.collect(gradient, perturbation, deltas)
 
-    def _samples(self, index: int) -> Iterator[Sample]:
-        for start, stop in self._sweep(self.config.fisher_size):
+    def _samples(self, index: int, limit: int | None) -> Iterator[Sample]:
+        for start, stop in self._sweep(limit):
             carried = self._carried(index, "raw", start, stop)
             yield Sample(
                 start,

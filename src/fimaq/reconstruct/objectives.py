@@ -20,7 +20,6 @@ from fimaq.fisher.approximations import (
     rank_one_fisher,
     rank_one_loss,
 )
-from fimaq.fisher.collect import Collected
 from fimaq.fisher.divergence import kl_divergence
 
 Loss = Callable[[Tensor], Tensor]
@@ -55,29 +54,9 @@ class SquaredGradient:
         self.normaliser: Tensor | None = None
 
     def __call__(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        assert weights is not None and self.normaliser is not None
-        return (deltas * weights).square().sum(1).mean() / self.normaliser
-
-
-class SampledFisher:
-    """Each sample's own Fisher matrix from a few random scores u (n, k, a), plus their mean diagonal."""
-
-    def __init__(self, alpha: float, diagonal: Tensor) -> None:
-        self.alpha = alpha
-        self.diagonal = diagonal
-        self.normalisers = [torch.ones((), device=diagonal.device) for _ in range(2)]
-
-    def terms(self, deltas: Tensor, weights: Tensor) -> list[Tensor]:
-        scores = torch.bmm(weights, deltas.unsqueeze(-1)).square().mean()
-        return [scores, diagonal_loss(deltas, self.diagonal).mean()]
-
-    def normalise(self, deltas: Tensor, weights: Tensor) -> None:
-        self.normalisers = [t.clamp_min(1e-38) for t in self.terms(deltas, weights)]
-
-    def __call__(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         assert weights is not None
-        scores, diagonal = self.terms(deltas, weights)
-        return self.alpha * scores / self.normalisers[0] + (1 - self.alpha) * diagonal / self.normalisers[1]
+        assert self.normaliser is not None
+        return (deltas * weights).square().sum(1).mean() / self.normaliser
 
 
 class FisherLoss:
@@ -96,29 +75,28 @@ class FisherLoss:
         self.collected = 0
         self.gradients = torch.zeros(rank, size, device=device)
         self.perturbations = torch.zeros(rank, size, device=device)
+        self.directions = torch.zeros(rank, size, device=device)
+        self.ratios = torch.zeros(rank, dtype=torch.float64, device=device)
         self.inverse = torch.zeros(rank, rank, device=device)
         self.diagonal = torch.zeros(size, device=device)
-        self.sums = torch.zeros(2, size, device=device)
         self.direction = torch.zeros(size, device=device)
         self.normalisers = {name: torch.ones((), device=device) for name in self.terms}
 
-    def collect(self, collected: Collected, deltas: Tensor) -> None:
+    def collect(self, gradient: Tensor, perturbation: Tensor, deltas: Tensor) -> None:
         """Add one averaged gradient (a,) and perturbation (a,); renormalise on current `deltas` (n, a)."""
-        gradient, perturbation = collected.gradient, collected.perturbation
         row = self.collected
         self.collected += 1
-        # Only ratios of gradients matter; at unit size no product of them leaves the range of float32.
-        self.gradients[row] = gradient / gradient.norm().clamp_min(1e-38)
-        self.perturbations[row] = perturbation / gradient.norm().clamp_min(1e-38)
-        scale = self.perturbations[: row + 1].abs().amax().clamp_min(1e-38)
-        gradients, perturbations = self.gradients[: row + 1], self.perturbations[: row + 1] / scale
-        self.inverse[: row + 1, : row + 1] = inverse_gram(perturbations) / scale.square()
+        # Losses are relative, and a pair of rows may be scaled together: so perturbations are kept at unit
+        # length and gradients at most there, and no product of them leaves the range of float32.
+        gradient_size, perturbation_size = _length(gradient), _length(perturbation)
+        self.directions[row] = gradient / gradient_size
+        self.perturbations[row] = perturbation / perturbation_size
+        self.ratios[row] = torch.where(perturbation.any(), gradient_size / perturbation_size, 0)
+        self.gradients.copy_(self.directions * (self.ratios / self.ratios.max().clamp_min(1e-300))[:, None])
+        gradients, perturbations = self.gradients[: row + 1], self.perturbations[: row + 1]
+        self.inverse[: row + 1, : row + 1] = inverse_gram(perturbations)
         if self.averages == "absolute":
-            self.diagonal.copy_(gradients.mean(0))
-        elif self.averages == "paired":
-            self.sums[0] += collected.product / gradient.norm().clamp_min(1e-38)
-            self.sums[1] += collected.energy
-            self.diagonal.copy_((self.sums[0] / self.sums[1].clamp_min(1e-38)).clamp_min(0))
+            self.diagonal.copy_(self.directions[: row + 1].mean(0))
         else:
             self.diagonal.copy_(diagonal_fisher(gradients, perturbations))
         self.direction.copy_(rank_one_fisher(self.gradients[row], self.perturbations[row]))
@@ -134,14 +112,20 @@ class FisherLoss:
 
     def _term(self, name: str, deltas: Tensor) -> Tensor:
         """One term for every sample: (n, a) -> (n,), never negative."""
-        deltas = deltas if self.averages == "signed" else deltas.abs()
+        deltas = deltas.abs() if self.averages == "absolute" else deltas
         if name == "diagonal":
             return diagonal_loss(deltas, self.diagonal)
         if name == "rank one":
             return rank_one_loss(deltas, self.direction)
-        right = self.perturbations if self.averages == "signed" else self.gradients
+        right = self.gradients if self.averages == "absolute" else self.perturbations
         # Without symmetry the quadratic form can be negative; its size is what must shrink.
         return low_rank_loss(deltas, self.gradients, self.inverse, right).abs()
+
+
+def _length(row: Tensor) -> Tensor:
+    """The norm, in double precision; 1 for a row of zeros, so that it can be divided by."""
+    length = row.double().norm()
+    return torch.where(length > 0, length, 1.0)
 
 
 def _terms(config: Config) -> dict[str, float]:

@@ -38,13 +38,14 @@ class ReconstructionStep:
         self.roundings = [_required(layer.weight_quantizer.rounding) for layer in self.layers]
         self.quantizers = [q for _, q in activation_quantizers(unit.module)]
         self.scales = [q.scale for q in self.quantizers]
+        self.searched = [scale.clone() for scale in self.scales]
         self.smallest = [scale / 100 for scale in self.scales]
         for parameter in self.parameters:
             parameter.requires_grad_()
         on_gpu = device.type == "cuda"
-        self.scale_lr = torch.tensor(config.scale_lr, device=device)
+        self.scale_lr = torch.tensor(config.resolved_scale_lr, device=device)
         self.optimisers = [
-            torch.optim.Adam(self.roundings, lr=config.rounding_lr, fused=True, capturable=on_gpu),
+            torch.optim.Adam(self.roundings, lr=config.resolved_rounding_lr, fused=True, capturable=on_gpu),
             torch.optim.Adam(self.scales, lr=self.scale_lr, fused=True, capturable=on_gpu),
         ]
         self.iteration = torch.zeros((), device=device)
@@ -96,7 +97,7 @@ class ReconstructionStep:
             parameter.grad = gradient
         self.iteration += 1
         share = (self.iteration / self.config.iters).clamp(max=1)
-        self.scale_lr.copy_(self.config.scale_lr * 0.5 * (1 + torch.cos(math.pi * share)))
+        self.scale_lr.copy_(self.config.resolved_scale_lr * 0.5 * (1 + torch.cos(math.pi * share)))
         for optimiser in self.optimisers:
             optimiser.step()
         with torch.no_grad():
@@ -121,8 +122,8 @@ class ReconstructionStep:
         if not finite:
             for layer in self.layers:
                 layer.weight_quantizer.rounding = None
-        for quantizer, scale, smallest in zip(self.quantizers, self.scales, self.smallest, strict=True):
-            quantizer.scale = scale.detach() if finite else smallest * 100
+        for quantizer, scale, searched in zip(self.quantizers, self.scales, self.searched, strict=True):
+            quantizer.scale = scale.detach() if finite else searched
         self._graph = None
         return finite
 
