@@ -12,7 +12,7 @@ from fimaq.errors import InputError
 Method = Literal["rtn", "qdrop", "brecq", "diag", "rank1", "lowrank", "fima-q"]
 Preset = Literal["deploy", "released"]
 Averages = Literal["signed", "absolute"]
-Precision = Literal["fp32", "tf32", "bf16"]
+Precision = Literal["fp32", "tf32"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 FISHER_METHODS = ("brecq", "diag", "rank1", "lowrank", "fima-q")

@@ -146,7 +146,7 @@ def _quantize_units(
     try:
         reconstruction = Reconstruction(chain, images, config, cache)
         units = [_finish_unit(reconstruction, index, config, directory, progress) for index in range(len(chain))]
-        metrics = {
+        metrics: dict[str, Any] = {
             "fidelity": fidelity(model, reconstruction.images_and_teacher(images)),
             "units": units,
             "cache": dict(cache.places),

@@ -62,9 +62,8 @@ def _try_fold(
     reference: Tensor,
 ) -> bool:
     """Fold, compare the model's output with `reference`, and undo when it differs."""
-    before = [
-        (m, m.weight.data.clone(), None if m.bias is None else m.bias.data.clone()) for m in (norm, *readers)
-    ]
+    changed: list[Any] = [norm, *readers]
+    before = [(m, m.weight.data.clone(), None if m.bias is None else m.bias.data.clone()) for m in changed]
     for reader in readers:
         if middle.any():
             shift = reader.weight.data @ middle

@@ -28,7 +28,7 @@ def set_ranges(unit: nn.Module, run: Callable[[], Any], preset: Preset) -> None:
     """Search all ranges below `unit`. `run()` runs it in full precision on the calibration inputs."""
     for module, inputs in _recorded_inputs(unit, run).items():
         if isinstance(module, QuantMatMul):
-            _set_product(module, *inputs, per_token=preset == "released")
+            _set_product(module, inputs[0], inputs[1], per_token=preset == "released")
         else:
             assert isinstance(module, QuantizedLayer)
             _set_input(module, inputs[0], per_token=preset == "released")
@@ -68,7 +68,8 @@ def _set_input(layer: QuantizedLayer, x: Tensor, per_token: bool) -> None:
         return
     weight = _same_norms(layer.weight)
     rows = _spread(x.flatten(0, -2), _rows(x))
-    _set_activation(quantizer, x, rows, lambda d: F.linear(d, weight), ())
+    size = _output_size(rows, weight)
+    _set_activation(quantizer, x, rows, lambda d: F.linear(d, weight) / size, ())
     positions = x.shape[1:-1]
     if per_token and positions:
         images = _spread(x, max(16, _rows(x) // positions.numel()))
@@ -102,7 +103,8 @@ def _set_weight(layer: QuantizedLayer, x: Tensor) -> None:
 def _gram(layer: QuantizedLayer, x: Tensor) -> Tensor:
     """Sum of x x^T over all positions: (groups, in, in), in being the weights of one output channel."""
     if isinstance(layer, QuantLinear):
-        rows = x.flatten(0, -2)[None]
+        rows = x.flatten(0, -2)
+        rows = (rows / _output_size(rows, layer.weight))[None]
     else:
         assert isinstance(layer, QuantConv2d)
         padding = layer.padding if not isinstance(layer.padding, str) else _explicit_padding(layer)
@@ -122,8 +124,11 @@ def _set_product(product: QuantMatMul, left: Tensor, right: Tensor, per_token: b
     """Ranges of both operands: left (..., n, k), right (..., k, m), first dimension over images or windows."""
     few_left, few_right = (_spread(t, _images_for(left)) for t in (left, right))
     heads = (left.shape[1], 1, 1) if per_token and left.dim() == 4 else ()
-    _set_activation(product.left_quantizer, left, few_left, lambda d: d @ few_right, heads)
-    _set_activation(product.right_quantizer, right, few_right, lambda d: few_left @ d, heads)
+    # What attention gives a token is normalised later, like a Linear's output; scores before a softmax are not.
+    output = few_left @ few_right
+    size = _softened_norm(output) if _are_probabilities(few_left) else torch.ones_like(output[:1, ..., :1])
+    _set_activation(product.left_quantizer, left, few_left, lambda d: d @ few_right / size, heads)
+    _set_activation(product.right_quantizer, right, few_right, lambda d: few_left @ d / size, heads)
     if not heads:
         return
 
@@ -140,11 +145,11 @@ def _set_product(product: QuantMatMul, left: Tensor, right: Tensor, per_token: b
 
     tokens_last = left.shape[-2] == right.shape[-1] and left.shape[-1] != left.shape[-2]
     weight_of_token = few_left.square().sum(-2).unsqueeze(-1)
-    size = max(few_left.numel(), few_right.numel(), few_left[..., :1].numel() * right.shape[-1])
+    largest = max(few_left.numel(), few_right.numel(), output.numel())
     rows = torch.Size((left.shape[1], left.shape[2], 1))
     columns = torch.Size((left.shape[1], *((1, right.shape[3]) if tokens_last else (right.shape[2], 1))))
-    _set_token_scales(product.left_quantizer, rows, left_error, size)
-    _set_token_scales(product.right_quantizer, columns, right_error, size)
+    _set_token_scales(product.left_quantizer, rows, left_error, largest)
+    _set_token_scales(product.right_quantizer, columns, right_error, largest)
 
 
 def _images_for(left: Tensor) -> int:
@@ -154,6 +159,27 @@ def _images_for(left: Tensor) -> int:
 
 def _rows(x: Tensor) -> int:
     return ROWS["cuda" if x.is_cuda else "cpu"]
+
+
+def _output_size(rows: Tensor, weight: Tensor) -> Tensor:
+    """Norm of each token's output, (n, 1): errors count relative to it.
+
+    The next LayerNorm brings every token to the same length. Without this, one token with a massive activation
+    (ViTs have them) would claim the whole range and leave one level to all others.
+    """
+    return _softened_norm(F.linear(rows, weight))
+
+
+def _softened_norm(output: Tensor) -> Tensor:
+    """Norms of the rows of `output`, kept away from zero: (..., n, m) -> (..., n, 1)."""
+    size = output.norm(dim=-1, keepdim=True)
+    return size + 0.3 * size.median() + torch.finfo(size.dtype).tiny
+
+
+def _are_probabilities(x: Tensor) -> bool:
+    """True for the output of a softmax: rows that are not negative and sum to one."""
+    sums = x.sum(-1)
+    return bool((x >= 0).all()) and bool(torch.allclose(sums, torch.ones_like(sums), atol=1e-3))
 
 
 def _same_norms(weight: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-SETTINGS = {"bits": "w3a3", "iters": 250, "calib_size": 256}
+CALIBRATION_IMAGES = 256
+ITERATIONS = 250
 METHODS = ("rtn", "qdrop", "fima-q")
 
 
@@ -35,7 +36,14 @@ def demo(
             progress.note(f"{method} ...")
             began = time.monotonic()
             run = quantize(
-                model, demo_calibration(256), method=method, seed=seed, device="cpu", progress=progress, **SETTINGS
+                model,
+                demo_calibration(CALIBRATION_IMAGES),
+                bits="w3a3",
+                method=method,
+                iters=ITERATIONS,
+                seed=seed,
+                device="cpu",
+                progress=progress,
             )
             result = fidelity(run.model, iter([(images, teacher)]))
             right = (run.model(images).argmax(1) == labels).float().mean() * 100

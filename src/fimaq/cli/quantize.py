@@ -53,7 +53,9 @@ def quantize(
         bool | None, typer.Option("--allow-float", help="Quantize the rest where an operator must stay float.")
     ] = None,
     device: Annotated[str | None, typer.Option(help=f"auto, cpu or cuda. {_default('device')}")] = None,
-    precision: Annotated[str | None, typer.Option(help=f"fp32, tf32 or bf16. {_default('precision')}")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help=f"fp32, or tf32 (faster on a GPU). {_default('precision')}")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help=f"{_default('seed')}")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,

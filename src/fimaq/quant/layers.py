@@ -6,6 +6,7 @@ full-precision layer) and `hard` (on: `weight` already holds what the stored int
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ class QuantizedLayer(nn.Module):
     """What QuantLinear and QuantConv2d share: one input quantizer, one weight quantizer, integer codes."""
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Any
     input_quantizer: ActivationQuantizer
     weight_quantizer: WeightQuantizer
     quantized: bool
