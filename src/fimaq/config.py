@@ -107,7 +107,7 @@ class Config(BaseModel):
         """How much faster a shorter run learns: rate times iterations stays what it is at 20000 iterations.
 
         With the rates meant for 20000 iterations, 700 would hardly move a scale or flip a weight: DeiT-Tiny at
-        W3A3 then reaches 46 % top-1 instead of 58 % (docs/accuracy.md).
+        W3A3 then reaches 46 % top-1 instead of 55 % (docs/accuracy.md).
         """
         return min(LARGEST_LR_FACTOR, max(1.0, 20000 / self.iters))
 

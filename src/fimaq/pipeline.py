@@ -101,7 +101,7 @@ def run_quantization(
         directory = None
         if out is not None:
             description = _describe(model, config, preprocessing, fingerprint, len(images))
-            same = ("settings", "model", "data")
+            same = ("settings", "model", "data", "preprocessing")
             directory = stack.enter_context(RunDirectory.create(out, description, resume, same))
             if directory.complete:
                 progress.note(f"{out} already holds this run, finished; nothing to do")
@@ -145,11 +145,15 @@ def _quantize_units(
         progress.note(f"stays in float: {text}")
     try:
         reconstruction = Reconstruction(chain, images, config, cache)
+        places = dict(cache.places)
+        progress.note(
+            f"activations of {len(images)} images are cached in {', '.join(sorted(set(places.values())))}"
+        )
         units = [_finish_unit(reconstruction, index, config, directory, progress) for index in range(len(chain))]
         metrics: dict[str, Any] = {
             "fidelity": fidelity(model, reconstruction.images_and_teacher(images)),
             "units": units,
-            "cache": dict(cache.places),
+            "cache": places,
         }
     finally:
         cache.close()

@@ -43,11 +43,10 @@ def _backward(
     rounded = torch.round(scaled)
     steps = torch.clamp(rounded, -zero_point, levels - zero_point)
     inside = steps == rounded
-    slope = torch.where(inside, steps - scaled, steps)
-    if dropped is not None:
-        slope = slope.masked_fill(dropped, 0)
-        inside = inside | dropped
-    return grad * inside, (grad * slope).sum_to_size(scale.shape)
+    slope = steps - scaled * inside
+    if dropped is None:
+        return grad * inside, (grad * slope).sum_to_size(scale.shape)
+    return grad * (inside | dropped), (grad * slope * ~dropped).sum_to_size(scale.shape)
 
 
 class _LearnedScale(torch.autograd.Function):
