@@ -143,7 +143,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"configuration file {path} cannot be read: {error}") from None
+        raise InputError(f"configuration file {path} cannot be read: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -33,7 +33,8 @@ from fimaq.version import __version__
 
 FORMAT = 1
 NOT_COMPARED = {"calib", "val", "val_size", "class_map", "weights", "crop_pct", "device"}
-"""Settings a resumed run may change: paths (contents are compared instead) and what only evaluation reads."""
+"""Settings not compared on resume: what only evaluation reads, and those whose effect is compared instead (the
+contents behind paths, the resolved preprocessing)."""
 
 
 @dataclass
@@ -98,19 +99,23 @@ def run_quantization(
     device = choose_device(config.device)
     check_finite(model)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_numerics(config))
+        stack.enter_context(torch.random.fork_rng())
+        description = _describe(model, config, preprocessing, fingerprint, len(images)) if out else {}
+        # Before anything is written: a model that cannot be quantized must leave no folder behind.
+        model = model.to(device).eval()
+        example = images[[0, -1]].to(device)
+        structure = prepare_model(model, example, config.weight_bits, config.activation_bits, config.allow_float)
+        chain = UnitChain(model, structure, example)
         directory = None
         if out is not None:
-            description = _describe(model, config, preprocessing, fingerprint, len(images))
             same = ("settings", "model", "data", "preprocessing")
             directory = stack.enter_context(RunDirectory.create(out, description, resume, same))
             if directory.complete:
                 progress.note(f"{out} already holds this run, finished; nothing to do")
-                return Run(load(out, model, str(device)), config, directory.read_metrics(), out)
-        stack.enter_context(_numerics(config))
-        stack.enter_context(torch.random.fork_rng())
-        model = model.to(device).eval()
-        structure, metrics = _quantize_units(model, images, config, device, directory, progress)
-        model.eval().requires_grad_(False)
+                load_quantized_state(model, directory.read_model()[0])
+                return Run(model, config, directory.read_metrics(), out)
+        metrics = _quantize_units(chain, structure, images, config, device, directory, progress)
         if directory is not None:
             state = quantized_state(model)
             metrics["size"] = _sizes(state, model)
@@ -120,20 +125,17 @@ def run_quantization(
 
 
 def _quantize_units(
-    model: nn.Module,
+    chain: UnitChain,
+    structure: Structure,
     images: Tensor,
     config: Config,
     device: torch.device,
     directory: RunDirectory | None,
     progress: Silent,
-) -> tuple[Structure, dict[str, Any]]:
-    """Prepare the model, then reconstruct or reload its units one by one."""
+) -> dict[str, Any]:
+    """Reconstruct, or reload from the checkpoint, the units of a prepared model one by one."""
     began = time.monotonic()
-    example = images[:2].to(device)
-    if len(example) == 1:
-        example = example.repeat(2, 1, 1, 1)
-    structure = prepare_model(model, example, config.weight_bits, config.activation_bits, config.allow_float)
-    chain = UnitChain(model, structure, example)
+    model, example = chain.model, images[[0, -1]].to(device)
     for_ranges = images[: config.search_size]
     folded = fold_layer_norms(model, example, lambda: (b.to(device) for b in for_ranges.split(SWEEP)))
     cache = ActivationCache(len(images), device, directory.path / "checkpoint" if directory else None)
@@ -164,7 +166,7 @@ def _quantize_units(
         "peak_memory_bytes": _peak_memory(device),
         "device": str(device),
     }
-    return structure, metrics
+    return metrics
 
 
 def _finish_unit(
@@ -221,6 +223,9 @@ def load(path: str | Path, model: nn.Module | None = None, device: str = "cpu") 
         raise InputError(
             f"{path} has run format {directory.config.get('format')!r}; this fimaq {__version__} reads {FORMAT}"
         )
+    missing = [key for key in ("model", "preprocessing", "given") if key not in directory.config]
+    if missing:
+        raise InputError(f"{path}/config.json is damaged: it has no {missing[0]!r}")
     described = directory.config["model"]
     if model is None and described["name"] is None:
         raise InputError(f"{path} was made from a model object timm cannot build; give load(path, model=...)")

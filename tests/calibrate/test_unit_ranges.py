@@ -39,6 +39,14 @@ def _output(layer: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     return result.transpose(0, 1).flatten(1)
 
 
+def _size(layer: nn.Module, x: Tensor) -> Tensor:
+    """What errors are relative to, (positions,): the length of a token's output; 1 for an image's patches."""
+    if not isinstance(layer, nn.Linear):
+        return torch.ones((), dtype=x.dtype)
+    lengths = torch.linalg.vector_norm(x.flatten(0, -2) @ layer.weight.T, dim=1)
+    return lengths + 0.3 * lengths.median()
+
+
 def _quantized(quantizer: ActivationQuantizer, x: Tensor) -> Tensor:
     return fake_quantize(x, quantizer.scale, quantizer.zero_point, quantizer.levels)
 
@@ -46,7 +54,7 @@ def _quantized(quantizer: ActivationQuantizer, x: Tensor) -> Tensor:
 def test_the_gram_matrix_measures_the_error_of_the_output(layer_and_input):
     layer, x = layer_and_input
     change = torch.randn_like(layer.weight)
-    direct = _output(layer, x, change).square().mean(1)
+    direct = (_output(layer, x, change) / _size(layer, x)).square().mean(1)
     gram = _gram(layer, x)
     rows = change.reshape(len(gram), -1, gram.shape[-1])
     through_gram = torch.einsum("goi,gij,goj->go", rows, gram, rows).flatten()
@@ -84,7 +92,8 @@ def test_the_range_of_an_input_minimises_the_error_of_the_output(layer_and_input
     quantizer = layer.input_quantizer
 
     def error(scale: Tensor, zero_point: Tensor) -> Tensor:
-        return _output(layer, fake_quantize(x, scale, zero_point, 15) - x, layer.weight).square().sum()
+        output = _output(layer, fake_quantize(x, scale, zero_point, 15) - x, layer.weight)
+        return (output / _size(layer, x)).square().sum()
 
     widest = (x.max().clamp_min(0) - x.min().clamp_max(0)) / 15
     best = min(
@@ -177,8 +186,25 @@ def test_a_layer_is_searched_on_every_kind_of_token():
     layer = nn.Linear(8, 5).requires_grad_(False)
     convert_layer(layer, 4, 8)
     set_ranges(layer, lambda: layer(x), "deploy")
-    found = _quantized(layer.input_quantizer, x) - x
-    assert (found @ layer.weight.T).square().sum() <= 2 * (_widest_error(x, 255) @ layer.weight.T).square().sum()
+
+    def error(delta: Tensor) -> Tensor:
+        return (_output(layer, delta, layer.weight) / _size(layer, x)).square().sum()
+
+    assert error(_quantized(layer.input_quantizer, x) - x) <= 1.1 * error(_widest_error(x, 255))
+
+
+def test_one_massive_token_does_not_take_the_range_from_all_others():
+    x = torch.randn(16, 64, 32)
+    x[3, 17, 5] = 500.0
+    layer = nn.Linear(32, 16).requires_grad_(False)
+    convert_layer(layer, 4, 4)
+    set_ranges(layer, lambda: layer(x), "deploy")
+
+    def median_error(delta: Tensor) -> Tensor:
+        return ((delta @ layer.weight.T).norm(dim=-1) / (x @ layer.weight.T).norm(dim=-1)).median()
+
+    assert median_error(_widest_error(x, 15)) > 0.9
+    assert median_error(_quantized(layer.input_quantizer, x) - x) < 0.2
 
 
 def _widest_error(x: Tensor, levels: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 ErrorOf = Callable[[Tensor, Tensor], Tensor]
 
-COARSE_SHRINK = tuple(0.74**step for step in range(10))
+COARSE_SHRINK = tuple(0.62**step for step in range(11))
 FINE_SHRINK = tuple(0.79 * 1.06**step for step in range(9))
 TOKEN_SHRINK = tuple(0.88**step for step in range(-5, 19))
 COARSE_SHIFTS = 7

@@ -45,14 +45,17 @@ def main() -> None:
     app.command("evaluate")(evaluate.evaluate)
     app.command("list")(listing.listing)
     try:
-        app(standalone_mode=True)
+        app()
     except InputError as error:
         _fail(error, BAD_INPUT)
     except FimaqError as error:
         _fail(error, FAILED)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; finished units are kept: run the same command with --resume", err=True)
-        sys.exit(INTERRUPTED)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            typer.echo(
+                "fimaq: interrupted; finished units are kept: run the command again with --resume", err=True
+            )
+        raise
     except OSError as error:
         _fail(error, FAILED)
 

@@ -1,5 +1,6 @@
 """fimaq list models|methods"""
 
+import sys
 from typing import Annotated, Literal
 
 import typer
@@ -18,4 +19,4 @@ def listing(what: Annotated[Literal["models", "methods"], typer.Argument(help="m
         table.add_column(column)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,5 +1,6 @@
 """fimaq quantize MODEL --data DIR --bits w4a4 --out RUN"""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -8,8 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from fimaq.config import Config
-
-Given = typer.Option(default=None, show_default=False)
 
 
 def _default(name: str) -> str:
@@ -40,7 +39,9 @@ def quantize(
     val_size: Annotated[
         int | None, typer.Option(help="Validation images at the end. [default: all; 500 on a CPU]")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help=f"{_default('batch_size')}")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help=f"Images in a reconstruction step. {_default('batch_size')}")
+    ] = None,
     crop_pct: Annotated[float | None, typer.Option(help="Overrides the model's own; 1.0: no crop.")] = None,
     model_arg: Annotated[
         list[str] | None, typer.Option(help="key=value for timm.create_model, repeatable; tuples as 3,6,12.")
@@ -56,7 +57,7 @@ def quantize(
     precision: Annotated[
         str | None, typer.Option(help=f"fp32, or tf32 (faster on a GPU). {_default('precision')}")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help=f"{_default('seed')}")] = None,
+    seed: Annotated[int | None, typer.Option(help=f"Same seed, same bits. {_default('seed')}")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
@@ -83,7 +84,13 @@ def quantize(
 def _run(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, Any]:
     from fimaq.accuracy import evaluate_models
     from fimaq.artifact.run_directory import RunDirectory
-    from fimaq.data import build_transform, load_calibration, resolve_preprocessing, validation_set
+    from fimaq.data import (
+        build_transform,
+        load_calibration,
+        resolve_preprocessing,
+        validation_batches,
+        validation_set,
+    )
     from fimaq.errors import InputError
     from fimaq.models.build import build_model
     from fimaq.pipeline import choose_device, load, run_quantization
@@ -93,26 +100,26 @@ def _run(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, An
     device = choose_device(config.device)
     assert config.model is not None
     model = build_model(config.model, config.weights, config.num_classes, config.model_args)
-    preprocessing = resolve_preprocessing(model, crop_pct=config.crop_pct)
+    side = config.model_args.get("img_size")
+    size = (3, side, side) if isinstance(side, int) else None
+    preprocessing = resolve_preprocessing(model, input_size=size, crop_pct=config.crop_pct)
     progress.note(f"preprocessing: {preprocessing.describe()}")
     transform = build_transform(preprocessing)
     dataset = None
     if config.val is not None:
-        size = config.val_size or (500 if device.type == "cpu" else None)
+        limit = config.val_size or (500 if device.type == "cpu" else None)
         classes = getattr(model, "num_classes", 0)
         cfg = getattr(model, "pretrained_cfg", None)
-        dataset, mapping = validation_set(config.val, classes, transform, config.class_map, cfg, size)
+        dataset, mapping = validation_set(config.val, classes, transform, config.class_map, cfg, limit)
         progress.note(f"validation: {len(dataset)} images, classes by {mapping.source}")
+        next(iter(validation_batches(dataset, 1)))  # unreadable images should fail now, not after the work
     progress.start("reading calibration images", config.calib_size)
     calibration = load_calibration(
         config.calib, config.calib_size, transform, config.seed, progress=lambda done, total: progress.update(done)
     )
     if calibration.skipped:
-        progress.note(
-            f"{len(calibration.skipped)} unreadable images were skipped, such as {calibration.skipped[0]}"
-        )
-
-    import copy
+        path, reason = calibration.skipped[0]
+        progress.note(f"unreadable images skipped: {len(calibration.skipped)}, such as {path} ({reason})")
 
     run = run_quantization(
         copy.deepcopy(model),

@@ -34,12 +34,17 @@ def parse_pairs(pairs: list[str], flag: str) -> dict[str, Any]:
 def build_config(flags: dict[str, Any], config_file: Path | None, data: Path | None) -> Config:
     """A Config from the file's keys, overridden by the flags that were given (are not None)."""
     values = read_config_file(config_file) if config_file is not None else {}
-    if "data" in values:
-        data = data or Path(values.pop("data"))
+    stored = values.pop("data", None)
+    if stored is not None and not isinstance(stored, str):
+        raise InputError(f"data: {stored!r} in {config_file} is not a folder name")
+    values = {**_folders(stored if data is None else None), **values, **_folders(data)}
     values |= {key: value for key, value in flags.items() if value is not None}
-    if data is not None:
-        calib, val = data_folders(data)
-        values.setdefault("calib", calib)
-        if val is not None:
-            values.setdefault("val", val)
     return Config.create(**values)
+
+
+def _folders(data: str | Path | None) -> dict[str, Path]:
+    """The settings that a data folder stands for."""
+    if data is None:
+        return {}
+    calib, val = data_folders(Path(data))
+    return {"calib": calib} if val is None else {"calib": calib, "val": val}

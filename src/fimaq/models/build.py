@@ -3,6 +3,7 @@
 import difflib
 import pickle
 import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def build_architecture(
         raise InputError(f"{name!r} is not a timm model{hint}. `fimaq list models` shows the supported ones")
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained, **options)
-    except (TypeError, ValueError, AssertionError, KeyError) as error:
+    except (TypeError, ValueError, AssertionError, LookupError, ArithmeticError, AttributeError) as error:
         raise InputError(f"timm cannot build {name!r} with {options}: {error}") from None
     except (OSError, RuntimeError) as error:
         if not pretrained:
@@ -88,7 +89,9 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except (
         SafetensorError,
         pickle.UnpicklingError,
@@ -108,7 +111,9 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
             break
-    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()
+    ):
         raise InputError(f"weights file {path} holds {type(content).__name__}, not a plain state dict of tensors")
     return content
 

@@ -46,6 +46,11 @@ def prepare_model(
     def run() -> Any:
         return model(example)
 
+    try:
+        with torch.no_grad():
+            run()
+    except (RuntimeError, AssertionError, IndexError, ValueError, TypeError) as error:
+        raise InputError(f"the model does not take images of shape {tuple(example.shape[1:])}: {error}") from None
     model.requires_grad_(False)
     order = _layers_in_order(model, run)
     first_conv = next((name for name, layer in order.items() if isinstance(layer, nn.Conv2d)), None)
