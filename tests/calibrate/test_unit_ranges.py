@@ -204,7 +204,7 @@ def test_one_massive_token_does_not_take_the_range_from_all_others():
         return ((delta @ layer.weight.T).norm(dim=-1) / (x @ layer.weight.T).norm(dim=-1)).median()
 
     assert median_error(_widest_error(x, 15)) > 0.9
-    assert median_error(_quantized(layer.input_quantizer, x) - x) < 0.2
+    assert median_error(_quantized(layer.input_quantizer, x) - x) < 0.25
 
 
 def _widest_error(x: Tensor, levels: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Range search: the scale and zero point that disturb a layer's output least.
 
 Candidates are tried all at once, as one more tensor dimension: first a coarse grid of geometric shrinkages of
-the observed range times shifts of the zero point, then a fine grid around each winner. An error function
+the observed range times zero points, then a fine grid around each winner. An error function
 maps candidate scales and zero points (C, *groups) to errors (C, *groups); groups are output channels for
 weights and (), heads or tokens for activations.
 """
@@ -16,7 +16,9 @@ ErrorOf = Callable[[Tensor, Tensor], Tensor]
 COARSE_SHRINK = tuple(0.62**step for step in range(11))
 FINE_SHRINK = tuple(0.79 * 1.06**step for step in range(9))
 TOKEN_SHRINK = tuple(0.88**step for step in range(-5, 19))
-COARSE_SHIFTS = 7
+COARSE_ZERO_POINTS = 7
+CENTRED = -1
+"""Stands for the zero point that keeps the observed range centred; right while nothing is clipped."""
 CHUNK_ELEMENTS = 2**25
 """Largest intermediate of the search, in elements: bounds memory, and keeps a CPU inside its caches."""
 
@@ -25,13 +27,17 @@ def search_range(low: Tensor, high: Tensor, levels: int, error_of: ErrorOf) -> t
     """Best (scale, zero_point), each of the groups' shape. `low` <= 0 <= `high`: observed extremes (*groups)."""
     widest = ((high - low) / levels).clamp_min(torch.finfo(low.dtype).tiny * 2**20)
     center = (low + high) / 2
-    shrink, shift = _grid(COARSE_SHRINK, _coarse_shifts(levels), widest)
+    spacing = levels / (COARSE_ZERO_POINTS - 1)
+    shrink, fixed = _grid(
+        COARSE_SHRINK, [CENTRED, *(round(i * spacing) for i in range(COARSE_ZERO_POINTS))], widest
+    )
     scale = widest * shrink
-    zero_point = (torch.round(levels / 2 - center / scale) + shift).clamp_(0, levels)
+    centred = torch.round(levels / 2 - center / scale)
+    zero_point = torch.where(fixed == CENTRED, centred, fixed).clamp_(0, levels)
     scale, zero_point = _best(scale, zero_point, error_of)
 
-    spacing = max(1, round(levels / (COARSE_SHIFTS - 1)))
-    shrink, shift = _grid(FINE_SHRINK, sorted({0, spacing // 2, -(spacing // 2), 1, -1}), widest)
+    near = {0, 1, round(spacing / 4), round(spacing / 2)}
+    shrink, shift = _grid(FINE_SHRINK, sorted(near | {-step for step in near}), widest)
     return _best(scale * shrink, (zero_point + shift).clamp_(0, levels), error_of)
 
 
@@ -54,10 +60,6 @@ def in_chunks(error_of: ErrorOf, elements: int) -> ErrorOf:
         return torch.cat([error_of(s, z) for s, z in parts])
 
     return chunked
-
-
-def _coarse_shifts(levels: int) -> list[int]:
-    return sorted({round(s) for s in torch.linspace(-levels / 2, levels / 2, COARSE_SHIFTS).tolist()})
 
 
 def _grid(shrinks: tuple[float, ...], shifts: list[int], like: Tensor) -> tuple[Tensor, Tensor]:
