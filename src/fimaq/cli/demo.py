@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 CALIBRATION_IMAGES = 256
-ITERATIONS = 250
+ITERATIONS = 200
 METHODS = ("rtn", "qdrop", "fima-q")
 
 
