@@ -18,7 +18,7 @@ METHODS: tuple[str, ...] = get_args(Method)
 FISHER_METHODS = ("brecq", "diag", "rank1", "lowrank", "fima-q")
 GROWING_METHODS = ("lowrank", "fima-q")
 
-ITERATIONS_PER_RANK = 25
+ITERATIONS_PER_RANK = 40
 """Without an explicit rank, a new perturbation is collected at most this often, so that short runs spend
 their time on reconstruction."""
 

@@ -87,6 +87,7 @@ class TestStarting:
 
     def test_an_empty_folder_is_accepted(self, tmp_path):
         RunDirectory.create(tmp_path, CONFIG, resume=False).close()
+        assert (tmp_path / "config.json").is_file()
 
     def test_what_a_start_killed_at_once_leaves_is_accepted(self, tmp_path):
         (tmp_path / ".lock").write_text("12345\n")
@@ -177,7 +178,8 @@ class TestResuming:
     def test_settings_are_compared_as_they_are_stored(self, tmp_path):
         config = {"settings": {"data": Path("a/b"), "size": (1, 2), "limit": float("inf")}}
         RunDirectory.create(tmp_path, config, resume=False).close()
-        RunDirectory.create(tmp_path, config, resume=True).close()
+        with RunDirectory.create(tmp_path, config, resume=True) as resumed:
+            assert not resumed.complete
 
     @pytest.mark.parametrize("resume", [False, True])
     @pytest.mark.parametrize("content", [b'{"settings": {"bi', b"", b"[1]"])

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.errors import InputError
-from fimaq.quant.layers import quantized_layers
+from fimaq.quant.layers import quantized_layers, quantized_products
 from fimaq.quant.packing import pack_bits, unpack_bits
-from fimaq.quant.quantizers import ActivationQuantizer, WeightQuantizer
+from fimaq.quant.quantizers import Quantizer
 
 PACKED = ".packed"
 
@@ -38,7 +38,7 @@ def load_quantized_state(module: nn.Module, state: dict[str, Tensor]) -> None:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     try:
         for name, part in module.named_modules():
-            if isinstance(part, (ActivationQuantizer, WeightQuantizer)):
+            if isinstance(part, Quantizer):
                 scale, zero_point = (state.pop(_join(name, key)).to(device) for key in ("scale", "zero_point"))
                 part.set_range(scale, zero_point.to(scale.dtype))
         for name, layer in quantized_layers(module):
@@ -50,9 +50,8 @@ def load_quantized_state(module: nn.Module, state: dict[str, Tensor]) -> None:
             if bias is not None and bias.shape != shape[:1]:
                 raise ValueError(f"{_join(name, 'bias')} has shape {tuple(bias.shape)}, not {tuple(shape[:1])}")
             layer.bias = None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)
-        for product in module.modules():
-            if hasattr(product, "left_quantizer"):
-                product.quantized = True  # type: ignore[assignment]
+        for _, product in quantized_products(module):
+            product.quantized = True
         _load_rest(module, state)
     except (KeyError, ValueError, RuntimeError) as error:
         raise InputError(f"the stored weights do not fit this model: {error}") from None

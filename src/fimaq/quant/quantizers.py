@@ -27,8 +27,8 @@ def rounding_indecision(rounding: Tensor, exponent: Tensor) -> Tensor:
     return (1 - (2 * rectified_sigmoid(rounding) - 1).abs().pow(exponent)).sum()
 
 
-class ActivationQuantizer(nn.Module):
-    """Quantizes one activation tensor. `scale` has shape () per tensor, else broadcasts per head or token."""
+class Quantizer(nn.Module):
+    """A range of 2**bits levels: `scale` and `zero_point` broadcast against what is quantized."""
 
     scale: Tensor
     zero_point: Tensor
@@ -36,7 +36,6 @@ class ActivationQuantizer(nn.Module):
     def __init__(self, bits: int) -> None:
         super().__init__()
         self.bits = bits
-        self.drop_probability = 0.0
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("zero_point", torch.zeros(()))
 
@@ -47,6 +46,17 @@ class ActivationQuantizer(nn.Module):
     def set_range(self, scale: Tensor, zero_point: Tensor) -> None:
         self.scale = scale.detach().clone()
         self.zero_point = zero_point.detach().clone()
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}, scale_shape={tuple(self.scale.shape)}"
+
+
+class ActivationQuantizer(Quantizer):
+    """Quantizes one activation tensor. `scale` has shape () per tensor, else broadcasts per head or token."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__(bits)
+        self.drop_probability = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -54,34 +64,17 @@ class ActivationQuantizer(nn.Module):
         dropped = random_mask(x, self.drop_probability) if self.drop_probability > 0 else None
         return learned_fake_quantize(x, self.scale, self.zero_point, self.levels, dropped)
 
-    def extra_repr(self) -> str:
-        return f"bits={self.bits}, scale_shape={tuple(self.scale.shape)}"
 
-
-class WeightQuantizer(nn.Module):
+class WeightQuantizer(Quantizer):
     """Quantizes a weight per output channel. `scale` and `zero_point`: (out, 1, ...).
 
     Rounds to nearest until `start_learning`, then by the learned `rounding` (same shape as the weight) whose
     rectified sigmoid says how far each weight is rounded up.
     """
 
-    scale: Tensor
-    zero_point: Tensor
-
     def __init__(self, bits: int) -> None:
-        super().__init__()
-        self.bits = bits
+        super().__init__(bits)
         self.rounding: Tensor | None = None
-        self.register_buffer("scale", torch.ones(()))
-        self.register_buffer("zero_point", torch.zeros(()))
-
-    @property
-    def levels(self) -> int:
-        return 2**self.bits - 1
-
-    def set_range(self, scale: Tensor, zero_point: Tensor) -> None:
-        self.scale = scale.detach().clone()
-        self.zero_point = zero_point.detach().clone()
 
     def start_learning(self, weight: Tensor) -> None:
         """Set `rounding` so that the soft weight equals the real weight wherever that is in range."""
@@ -100,6 +93,3 @@ class WeightQuantizer(nn.Module):
         if self.rounding is None:
             return fake_quantize(weight, self.scale, self.zero_point, self.levels)
         return _soft_weight(self.rounding, weight, self.scale, self.zero_point, self.levels)
-
-    def extra_repr(self) -> str:
-        return f"bits={self.bits}"
