@@ -214,7 +214,8 @@ class TestLocking:
             process.send_signal(signal.SIGKILL)
             process.wait()
             os.kill(worker, 0)  # raises if it is gone
-            RunDirectory.create(tmp_path / "run", {"settings": {}}, resume=True).close()
+            with RunDirectory.create(tmp_path / "run", {"settings": {}}, resume=True) as run:
+                assert not run.complete
 
     def test_the_same_process_cannot_open_it_twice(self, tmp_path):
         with (
