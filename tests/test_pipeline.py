@@ -25,6 +25,7 @@ from fimaq.config import METHODS
 from fimaq.data.demo import demo_calibration, demo_model, demo_test
 from fimaq.errors import InputError
 from fimaq.progress import Silent
+from fimaq.quant.layers import quantized_products
 from fimaq.reconstruct.algorithm import Reconstruction
 
 SETTINGS: dict[str, Any] = {
@@ -192,6 +193,18 @@ def test_every_preset_survives_storing(preset: str, tmp_path: Path) -> None:
     assert torch.equal(logits(fimaq.load(tmp_path / "run", model=demo_model())), logits(run.model))
 
 
+@pytest.mark.parametrize(("preset", "rescaled"), [("deploy", {"1"}), ("released", set())])
+def test_the_deploy_preset_rescales_the_rows_of_every_softmax(
+    preset: str, rescaled: set[str], tmp_path: Path
+) -> None:
+    """Stored as well: `products.1` of each attention, the one that reads the softmax."""
+    quantize(preset=preset, method="rtn", out=tmp_path / "run")
+    products = dict(quantized_products(fimaq.load(tmp_path / "run", model=demo_model())))
+    assert len(products) == 2 * (UNITS - 2)
+    for name, product in products.items():
+        assert product.rescales_rows == (name.split(".")[-1] in rescaled), name
+
+
 def test_eight_bits_agree_with_full_precision() -> None:
     run = quantize(bits="w8a8", method="rtn")
     agreement = logits(run.model).argmax(1) == logits(demo_model()).argmax(1)
@@ -230,6 +243,15 @@ def test_loading_into_another_architecture_is_refused(finished: fimaq.Run) -> No
     assert finished.path is not None
     with pytest.raises(InputError):
         fimaq.load(finished.path, model=timm.create_model("vit_tiny_patch16_224", **TINY))
+
+
+def test_a_run_of_an_earlier_format_is_not_loaded(finished: fimaq.Run, tmp_path: Path) -> None:
+    assert finished.path is not None
+    out = shutil.copytree(finished.path, tmp_path / "run")
+    described = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**described, "format": described["format"] - 1}))
+    with pytest.raises(InputError, match="format 1"):
+        fimaq.load(out, model=demo_model())
 
 
 def test_a_finished_run_is_not_overwritten(finished: fimaq.Run) -> None:

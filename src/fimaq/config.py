@@ -12,7 +12,7 @@ from fimaq.errors import InputError
 Method = Literal["rtn", "qdrop", "brecq", "diag", "rank1", "lowrank", "fima-q"]
 Preset = Literal["deploy", "released"]
 Averages = Literal["signed", "absolute"]
-Precision = Literal["fp32", "tf32"]
+Precision = Literal["fp32", "tf32", "bf16"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 FISHER_METHODS = ("brecq", "diag", "rank1", "lowrank", "fima-q")
@@ -23,6 +23,7 @@ ITERATIONS_PER_RANK = 40
 their time on reconstruction."""
 
 LARGEST_LR_FACTOR = 50.0
+COMPILED_FROM = 1000
 
 
 class Config(BaseModel):
@@ -53,7 +54,9 @@ class Config(BaseModel):
     fisher_size: int | None = Field(None, ge=1, description="images in a Fisher refresh; None: all")
     drop_probability: float = Field(0.5, ge=0, le=1, description="QDrop: share of values left unquantized")
     rounding_lr: float | None = Field(None, gt=0, description="None: 1e-3 at 20000 iterations, see lr_factor")
-    scale_lr: float | None = Field(None, ge=0, description="None: 4e-5 at 20000 iterations, see lr_factor")
+    scale_lr: float | None = Field(
+        None, ge=0, description="relative to each scale; None: 1e-4 at 20000 iterations"
+    )
     rounding_weight: float = Field(0.01, ge=0)
     warmup: float = Field(0.2, ge=0, lt=1, description="share of iterations without the rounding penalty")
     temperature: float = Field(20.0, gt=0, description="logits are divided by it before the KL divergence")
@@ -61,6 +64,7 @@ class Config(BaseModel):
 
     device: str = "auto"
     precision: Precision = "fp32"
+    compile: bool | None = Field(None, description="fuse GPU kernels; None: from 1000 iterations on")
     seed: int = Field(0, ge=0, lt=2**31)
 
     @field_validator("bits")
@@ -117,7 +121,12 @@ class Config(BaseModel):
 
     @property
     def resolved_scale_lr(self) -> float:
-        return 4e-5 * self.lr_factor if self.scale_lr is None else self.scale_lr
+        return 1e-4 * self.lr_factor if self.scale_lr is None else self.scale_lr
+
+    @property
+    def resolved_compile(self) -> bool:
+        """Compiling costs half a minute for each kind of unit, and saves about 2 ms in each iteration of each."""
+        return self.iters >= COMPILED_FROM if self.compile is None else self.compile
 
     @classmethod
     def create(cls, **values: Any) -> "Config":

@@ -31,7 +31,7 @@ from fimaq.reconstruct.algorithm import SWEEP, Reconstruction, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 NOT_COMPARED = {"calib", "val", "val_size", "class_map", "weights", "crop_pct", "device"}
 """Settings not compared on resume: what only evaluation reads, and those whose effect is compared instead (the
 contents behind paths, the resolved preprocessing)."""
@@ -105,7 +105,14 @@ def run_quantization(
         # Before anything is written: a model that cannot be quantized must leave no folder behind.
         model = model.to(device).eval()
         example = images[[0, -1]].to(device)
-        structure = prepare_model(model, example, config.weight_bits, config.activation_bits, config.allow_float)
+        structure = prepare_model(
+            model,
+            example,
+            config.weight_bits,
+            config.activation_bits,
+            config.allow_float,
+            rescale_rows=config.preset == "deploy",
+        )
         chain = UnitChain(model, structure, example)
         directory = None
         if out is not None:

@@ -12,7 +12,7 @@ from fimaq.artifact.model_file import load_quantized_state, quantized_state
 from fimaq.data.demo import demo_calibration, demo_model, demo_test
 from fimaq.errors import InputError
 from fimaq.models.prepare import apply_structure, prepare_model
-from fimaq.quant.layers import quantized_layers
+from fimaq.quant.layers import quantized_layers, quantized_products
 from fimaq.quant.packing import unpack_bits
 
 
@@ -31,11 +31,11 @@ def stored(request: pytest.FixtureRequest) -> Stored:
 
 
 @pytest.fixture(scope="module")
-def prepared() -> nn.Module:
+def prepared(stored: Stored) -> nn.Module:
     """The demo model with other weights, its layers converted, nothing quantized yet."""
     model = demo_model()
-    example = demo_calibration(2)
-    structure = prepare_model(copy.deepcopy(model), example, 3, 4)
+    rescaled = any(product.rescales_rows for _, product in quantized_products(stored.model))
+    structure = prepare_model(copy.deepcopy(model), demo_calibration(2), 3, 4, rescale_rows=rescaled)
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fimaq.calibrate import search
-from fimaq.calibrate.ranges import _gram, set_ranges
+from fimaq.calibrate.ranges import _gram, _softened_norm, set_ranges
 from fimaq.quant.fake import fake_quantize
 from fimaq.quant.layers import QuantLinear, QuantMatMul, convert_layer
 from fimaq.quant.quantizers import ActivationQuantizer
@@ -55,7 +55,7 @@ def test_the_gram_matrix_measures_the_error_of_the_output(layer_and_input):
     layer, x = layer_and_input
     change = torch.randn_like(layer.weight)
     direct = (_output(layer, x, change) / _size(layer, x)).square().mean(1)
-    gram = _gram(layer, x)
+    gram = _gram(layer, x, _softened_norm)
     rows = change.reshape(len(gram), -1, gram.shape[-1])
     through_gram = torch.einsum("goi,gij,goj->go", rows, gram, rows).flatten()
     torch.testing.assert_close(through_gram, direct)
@@ -205,6 +205,21 @@ def test_one_massive_token_does_not_take_the_range_from_all_others():
 
     assert median_error(_widest_error(x, 15)) > 0.9
     assert median_error(_quantized(layer.input_quantizer, x) - x) < 0.25
+
+
+def test_errors_that_count_as_they_are_give_the_range_to_the_massive_token():
+    x = torch.randn(16, 64, 32)
+    x[3, 17, 5] = 500.0
+    errors = {}
+    for relative in (True, False):
+        torch.manual_seed(1)
+        layer = nn.Linear(32, 16).requires_grad_(False)
+        convert_layer(layer, 4, 4)
+        set_ranges(layer, lambda layer=layer: layer(x), "deploy", relative)
+        output = (_quantized(layer.input_quantizer, x) - x) @ layer.weight.T
+        errors[relative] = output.square().sum(-1)
+    assert errors[False].sum() < 0.9 * errors[True].sum()
+    assert errors[False].median() > 2 * errors[True].median()
 
 
 def _widest_error(x: Tensor, levels: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from fimaq.fisher.collect import Sample, collect_averages, flat
+from fimaq.fisher.collect import Sample, collect_averages, flat, gradient_and_perturbation
 from fimaq.models.prepare import prepare_model
 from fimaq.models.units import UnitChain
 
@@ -57,13 +57,7 @@ def samples(scene: Scene) -> Iterator[Sample]:
         with torch.no_grad():
             first = scene.chain.units[0](scene.chain.first_inputs(images))
             inputs = scene.chain.next_inputs(0, first, {})
-            yield Sample(
-                start,
-                inputs,
-                unit(inputs),
-                scene.model(images),
-                lambda outputs: scene.chain.suffix(scene.index, outputs, {}),
-            )
+            yield Sample(start, inputs, unit(inputs), scene.model(images))
 
 
 def by_hand(scene: Scene) -> tuple[Tensor, Tensor]:
@@ -94,9 +88,16 @@ def collect(
     scene: Scene, averages: str, keep: Any = None, given: Iterator[Sample] | None = None
 ) -> tuple[Tensor, Tensor]:
     unit = scene.chain.units[scene.index]
-    return collect_averages(
-        lambda inputs: [coarse(z) for z in unit(inputs)], given or samples(scene), TEMPERATURE, averages, keep
-    )
+
+    def evaluate(sample: Sample) -> tuple[Tensor, Tensor]:
+        return gradient_and_perturbation(
+            lambda inputs: [coarse(z) for z in unit(inputs)],
+            lambda outputs, carried: scene.chain.suffix(scene.index, outputs, carried),
+            sample,
+            TEMPERATURE,
+        )
+
+    return collect_averages(given or samples(scene), evaluate, averages, keep)
 
 
 def test_signed_averages_are_the_means_of_a_loop_over_single_images(scene: Scene) -> None:

@@ -39,13 +39,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Family:
+    name: str
     model: nn.Module
     images: Tensor  # (3, 3, H, W)
     output: Tensor  # of the untouched model, (3, classes)
     layers_with_effect: set[str]  # Linear and Conv2d modules whose weight reaches the output
 
-    def prepare(self) -> Structure:
-        return prepare_model(self.model, self.images[:2], 4, 4)
+    def prepare(self, **options: bool) -> Structure:
+        return prepare_model(self.model, self.images[:2], 4, 4, **options)
 
     @torch.no_grad()
     def run(self) -> Tensor:
@@ -60,7 +61,7 @@ def family(request: pytest.FixtureRequest, noisy_model: Callable[..., nn.Module]
     with torch.no_grad():
         output = model(images)
     assert output.std(0).mean() > 1e-2, "the output must depend on the image for any of this to mean something"
-    return Family(model, images, output, _layers_with_effect(model, images, output))
+    return Family(request.param, model, images, output, _layers_with_effect(model, images, output))
 
 
 @torch.no_grad()
@@ -101,6 +102,17 @@ def test_every_attention_has_pairs_of_products(family):
     assert attentions
     assert counts.keys() == attentions
     assert all(count >= 2 and count % 2 == 0 for count in counts.values()), counts
+
+
+def test_the_second_product_of_every_attention_is_rescaled(family):
+    structure = family.prepare(rescale_rows=True)
+    # CaiT's talking heads mix the softmaxes of all heads: what its blocks multiply are not probabilities any
+    # more, and can be negative. Its class attention has no such mixing.
+    mixing = {name for name in structure.products if family.name == "cait" and "token_only" not in name}
+    expected = {f"{name}.products.1" for name in structure.products if name not in mixing}
+    assert expected
+    assert sorted(structure.rescaled) == sorted(expected)
+    assert {name for name, product in quantized_products(family.model) if product.rescales_rows} == expected
 
 
 def test_no_product_runs_in_float_with_quantizers_on(family):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fimaq.models.products import written_out_attention
+from fimaq.models.products import are_probabilities, written_out_attention
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -61,3 +61,22 @@ def test_the_second_product_sees_probabilities():
     written_out_attention((product, product), QUERY, KEY, VALUE)
     assert len(lefts) == 2
     torch.testing.assert_close(lefts[1].sum(-1), torch.ones(2, 6, 5, dtype=torch.float64))
+
+
+def test_the_output_of_a_softmax_is_recognised():
+    assert are_probabilities(_normal(2, 6, 5, 7).softmax(-1))
+    assert are_probabilities(_normal(2, 6, 5, 7).softmax(-1).float())
+
+
+NOT_PROBABILITIES = {
+    "scores": _normal(2, 6, 5, 7),
+    "another dimension": _normal(2, 6, 5, 7).softmax(-2),
+    "not normalised": _normal(2, 6, 5, 7).softmax(-1) * 1.1,
+    "a negative value": _normal(2, 6, 5, 7).softmax(-1) + 0.5 * torch.tensor([1.0, -1, 0, 0, 0, 0, 0]),
+    "heads mixed": torch.einsum("hg,bgnm->bhnm", _normal(6, 6), _normal(2, 6, 5, 7).softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("values", NOT_PROBABILITIES.values(), ids=NOT_PROBABILITIES)
+def test_what_is_no_output_of_a_softmax_is_recognised_too(values):
+    assert not are_probabilities(values)

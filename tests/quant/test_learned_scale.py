@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fimaq.quant.fake import dequantize, fake_quantize, learned_fake_quantize, quantize
+from fimaq.quant.masks import random_mask
 from fimaq.quant.quantizers import ActivationQuantizer
 
 SHAPE = (2, 3, 5, 4)
@@ -98,13 +99,35 @@ def test_values_in_range_move_at_most_half_a_step():
 def test_a_quantizer_drops_only_while_gradients_are_taken():
     quantizer = ActivationQuantizer(4)
     quantizer.set_range(torch.tensor(0.5), torch.tensor(8.0))
-    quantizer.drop_probability = 0.5
+    quantizer.dropping = (0.5, torch.tensor(1, dtype=torch.int32))
     x = torch.randn(40, 25)
     expected = fake_quantize(x, quantizer.scale, quantizer.zero_point, 15)
     assert torch.equal(torch.no_grad()(quantizer)(x), expected)
     kept = quantizer(x)
     assert (kept == x).float().mean() == pytest.approx(0.5, abs=0.1)
     assert ((kept == x) | torch.isclose(kept, expected)).all()
+
+
+def test_a_quantizer_drops_what_the_mask_of_its_key_says():
+    quantizer = ActivationQuantizer(4)
+    quantizer.set_range(torch.tensor(0.5), torch.tensor(8.0))
+    key, x = torch.tensor(1, dtype=torch.int32), torch.randn(40, 25)
+    quantizer.dropping = (0.25, key)
+    assert torch.equal(quantizer(x) == x, random_mask(x, 0.25, key))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_a_quantizer_clips_at_the_same_levels_with_and_without_gradients(bits):
+    quantizer = ActivationQuantizer(bits)
+    quantizer.set_range(torch.tensor(0.5), torch.tensor(1.0))
+    x = torch.tensor([-1e4, 1e4])
+    expected = torch.tensor([-0.5, (2**bits - 2) * 0.5])
+    assert torch.equal(quantizer(x), expected)
+    assert torch.equal(torch.no_grad()(quantizer)(x), expected)
+
+
+def test_only_scale_and_zero_point_are_stored():
+    assert ActivationQuantizer(4).state_dict().keys() == {"scale", "zero_point"}
 
 
 def test_a_quantizer_can_learn_its_scale():

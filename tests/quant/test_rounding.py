@@ -101,6 +101,13 @@ def test_the_gradient_of_rounding_is_that_of_the_soft_weight(weight):
     assert torch.autograd.gradcheck(soft, quantizer.rounding, atol=1e-6)
 
 
+def test_what_is_learned_about_rounding_is_not_stored(weight):
+    quantizer = _quantizer(weight, 4)
+    quantizer.start_learning(weight)
+    assert "rounding" in dict(quantizer.named_buffers())
+    assert quantizer.state_dict().keys() == {"scale", "zero_point"}
+
+
 def _layer(kind: str) -> tuple[QuantizedLayer, Tensor]:
     """A quantized layer in float64 with 8-bit inputs and 3-bit weights, and an input for it."""
     if kind == "linear":

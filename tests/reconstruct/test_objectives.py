@@ -78,8 +78,8 @@ def test_output_divergence_is_the_divergence_relative_to_the_first() -> None:
 
 
 def test_squared_gradient_weighs_each_sample_with_its_own_gradient() -> None:
-    objective = SquaredGradient()
-    objective.normaliser = torch.tensor(2.0)
+    objective = SquaredGradient(torch.device("cpu"))
+    objective.normaliser.fill_(2)
     deltas, weights = torch.randn(8, SIZE), torch.randn(8, SIZE)
     expected = sum(float((d * w) @ (d * w)) for d, w in zip(deltas, weights, strict=True)) / 8 / 2
     assert objective(deltas, deltas, weights).item() == pytest.approx(expected, rel=1e-5)
@@ -165,8 +165,7 @@ def test_fisher_losses_have_finite_gradients_at_zero(method: str, averages: str)
 
 def test_the_other_losses_have_finite_gradients_at_zero() -> None:
     targets = torch.randn(8, SIZE)
-    squared = SquaredGradient()
-    squared.normaliser = torch.tensor(1.0)
+    squared = SquaredGradient(torch.device("cpu"))
     first = torch.randn(8, SIZE)
     for objective in (MeanSquaredError(first), OutputDivergence(1.0, first, targets), squared):
         deltas = torch.zeros(8, SIZE, requires_grad=True)
@@ -228,3 +227,19 @@ def test_the_same_perturbation_collected_twice_gives_the_loss_of_once(averages: 
             loss.collect(gradients[0], perturbations[0], first)
         values.append(loss(deltas, deltas).item())
     assert values[1] == pytest.approx(values[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("averages", AVERAGES)
+@pytest.mark.parametrize("method", FISHER)
+def test_what_is_collected_later_arrives_in_the_same_tensors(method: str, averages: str) -> None:
+    """A recorded CUDA graph of the step reads the objective's tensors where they were when it was recorded."""
+    count = 3 if method in ("lowrank", "fima-q") else 1
+    loss = fisher_loss(method, averages, count)
+    held = dict(loss.named_buffers())
+    addresses = {name: tensor.data_ptr() for name, tensor in held.items()}
+    for gradient, perturbation in zip(*rows(averages, count), strict=True):
+        loss.collect(gradient, perturbation, torch.randn(8, SIZE))
+    assert {name: tensor.data_ptr() for name, tensor in loss.named_buffers()} == addresses
+    deltas = torch.randn(8, SIZE)
+    fresh = fisher_loss(method, averages, count)
+    assert torch.equal(torch.func.functional_call(fresh, held, (deltas, deltas)), loss(deltas, deltas))

@@ -1,5 +1,6 @@
 """Reconstruction of single units of the demo model: schedules, integer weights, and that it helps."""
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -7,42 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from demo_walk import BLOCK, COUNT, configured, demo_step, linear_step, run, same, walk
 from torch import Tensor
 
-from fimaq.calibrate.fold import fold_layer_norms
-from fimaq.calibrate.ranges import set_ranges
 from fimaq.config import Config
-from fimaq.data.demo import demo_calibration, demo_model
-from fimaq.models.prepare import prepare_model
-from fimaq.models.units import UnitChain
-from fimaq.quant.layers import activation_quantizers, quantized_layers, set_quantized
+from fimaq.quant.layers import activation_quantizers, quantized_layers
 from fimaq.reconstruct import algorithm
-from fimaq.reconstruct.algorithm import Reconstruction
-from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.objectives import MeanSquaredError
-from fimaq.reconstruct.step import ReconstructionStep
-
-COUNT = 64
-BLOCK = 1
-"""Unit 0 is the patch embedding, unit 1 the first block."""
+from fimaq.reconstruct import step as step_module
+from fimaq.reconstruct.step import ORDERED, ReconstructionStep, _adam, _order
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def configured(**settings: Any) -> Config:
-    defaults = {"bits": "w3a3", "method": "qdrop", "iters": 10, "batch_size": 16, "search_size": 16}
-    return Config.create(**{**defaults, "calib_size": COUNT, "device": "cpu", **settings})
-
-
-def walk(config: Config) -> Reconstruction:
-    """The demo model, prepared and folded, at its first unit."""
-    model, images = demo_model(), demo_calibration(COUNT)
-    chain = UnitChain(model, prepare_model(model, images[:2], config.weight_bits, 3), images[:2])
-    fold_layer_norms(model, images[:2], lambda: iter([images[:16]]))
-    return Reconstruction(chain, images, config, ActivationCache(COUNT, torch.device("cpu")))
 
 
 def first_block(config: Config, report: Callable[[int, float], None] = lambda *_: None) -> tuple[Any, Any]:
@@ -53,80 +31,171 @@ def first_block(config: Config, report: Callable[[int, float], None] = lambda *_
     return reconstruction, reconstruction.reconstruct(BLOCK, report)
 
 
-class Bench:
-    """A step on the first block, its quantizers searched, and a fixed batch to run it on."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.config = configured(**settings)
-        reconstruction = walk(self.config)
-        reconstruction.cache_full_precision(0)
-        reconstruction.advance(0)
-        reconstruction.cache_full_precision(BLOCK)
-        unit = reconstruction.chain.units[BLOCK]
-        rows = reconstruction.cache.rows
-        self.inputs, self.targets = rows("raw inputs", 0, 16), rows("outputs", 0, 16)
-        set_ranges(unit.module, lambda: unit(self.inputs), "deploy")
-        set_quantized(unit.module, True)
-        deltas = unit(self.inputs)[0].flatten(1) - self.targets[0].flatten(1)
-        torch.manual_seed(0)
-        self.step = ReconstructionStep(unit, MeanSquaredError(deltas), self.config, torch.device("cpu"))
-
-    def run(self, steps: int) -> list[Tensor]:
-        for _ in range(steps):
-            self.step(self.inputs, self.inputs, self.targets, [])
-        return [p.detach().clone() for p in self.step.parameters]
-
-
-def same(one: list[Tensor], two: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 def test_the_rounding_penalty_does_nothing_before_the_warm_up_ends() -> None:
-    heavy, none = (Bench(rounding_weight=w, warmup=0.5).run(5) for w in (100.0, 0.0))
+    heavy, none = (run(demo_step(rounding_weight=w, warmup=0.5), 5) for w in (100.0, 0.0))
     assert same(heavy, none)
 
 
 def test_the_rounding_penalty_acts_once_the_warm_up_has_ended() -> None:
-    heavy, none = (Bench(rounding_weight=w, warmup=0.5).run(6) for w in (100.0, 0.0))
+    heavy, none = (run(demo_step(rounding_weight=w, warmup=0.5), 6) for w in (100.0, 0.0))
     assert not same(heavy, none)
 
 
 def test_the_rounding_penalty_drives_every_weight_to_a_decision() -> None:
-    bench = Bench(rounding_weight=1.0, rounding_lr=0.1, warmup=0.0, iters=60)
-    bench.run(60)
-    undecided = torch.cat([r.detach().flatten() for r in bench.step.roundings])
-    soft = (torch.sigmoid(undecided) * 1.2 - 0.1).clamp(0, 1)
+    roundings, _ = run(demo_step(rounding_weight=1.0, rounding_lr=0.1, warmup=0.0, iters=60), 60)
+    soft = (torch.sigmoid(roundings) * 1.2 - 0.1).clamp(0, 1)
     assert ((soft < 0.05) | (soft > 0.95)).float().mean() > 0.95
 
 
-def test_the_learning_rate_of_the_scales_falls_to_zero_as_a_cosine() -> None:
-    bench = Bench(scale_lr=1e-3)
-    rates = []
-    for _ in range(10):
-        bench.run(1)
-        rates.append(bench.step.scale_lr.item())
+def test_the_learning_rate_of_the_scales_falls_to_zero_as_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: dict[str, list[Tensor]] = {"roundings": [], "scales": []}
+
+    def recorded(t: dict[str, Tensor], group: str, gradient: Tensor, rate: Tensor) -> None:
+        rates[group].append(rate / t["searched"] if group == "scales" else rate.clone())
+        _adam(t, group, gradient, rate)
+
+    monkeypatch.setattr(step_module, "_adam", recorded)
+    run(linear_step(scale_lr=1e-3, rounding_lr=1e-2), 10)
     expected = [1e-3 * (1 + math.cos(math.pi * i / 10)) / 2 for i in range(1, 11)]
-    assert rates == pytest.approx(expected, abs=1e-9)
+    assert [rate.item() for rate in rates["scales"]] == pytest.approx(expected, abs=1e-9)
+    assert [rate.item() for rate in rates["roundings"]] == pytest.approx([1e-2] * 10)
 
 
 def test_scales_move_while_their_learning_rate_is_above_zero_and_not_after() -> None:
-    bench = Bench(scale_lr=1e-3)
-    scales = slice(len(bench.step.roundings), None)
-    before, middle = bench.run(0)[scales], bench.run(9)[scales]
-    assert not same(before, middle)
-    assert same(middle, bench.run(1)[scales])
+    step = demo_step(scale_lr=1e-3)
+    (_, before), (_, middle), (_, after), (_, beyond) = (run(step, times) for times in (0, 9, 1, 3))
+    assert (before != middle).all()
+    assert torch.equal(middle, after)
+    assert torch.equal(middle, beyond)
 
 
 def test_scales_stay_positive_whatever_the_learning_rate() -> None:
-    bench = Bench(scale_lr=10.0, drop_probability=0.0)
-    bench.run(5)
-    assert all((scale > 0).all() for scale in bench.step.scales)
+    _, scales = run(demo_step(scale_lr=10.0, drop_probability=0.0), 5)
+    assert (scales > 0).all()
+
+
+def test_scales_learn_relative_to_what_range_search_found() -> None:
+    """The same unit with inputs 64 times as large has scales 64 times as large, and moves them by as much."""
+    steps = [linear_step(size, scale_lr=1e-2, rounding_weight=1.0, warmup=0.0) for size in (1.0, 64.0)]
+    (small_roundings, small), (large_roundings, large) = (run(step, 8) for step in steps)
+    searched = [step.tensors["searched"] for step in steps]
+    assert torch.equal(searched[1], 64 * searched[0])
+    assert (small / searched[0] - 1).abs().min() > 1e-3
+    torch.testing.assert_close(large / searched[1], small / searched[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(large_roundings, small_roundings, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-4), (torch.float32, 1e-3)])
+def test_adam_is_that_of_torch(dtype: torch.dtype, tolerance: float) -> None:
+    """Movement compared, not position. The bias correction 1 - 0.999^n is taken in float32: hence 1e-4."""
+    start = torch.randn(50, dtype=dtype)
+    tensors = {"x": start.clone(), "x.first": torch.zeros_like(start), "x.second": torch.zeros_like(start)}
+    tensors["iteration"] = torch.zeros((), dtype=torch.int32)
+    reference = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([reference], lr=0.03)
+    sizes = torch.logspace(-4, 4, 50, dtype=dtype)
+    for _ in range(20):
+        reference.grad = sizes * torch.randn(50, dtype=dtype)
+        tensors["iteration"] += 1
+        _adam(tensors, "x", reference.grad, torch.tensor(0.03))
+        optimizer.step()
+        found, expected = tensors["x"] - start, reference.detach() - start
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * 0.03)
+
+
+def elsewhere(step: ReconstructionStep, monkeypatch: pytest.MonkeyPatch) -> ReconstructionStep:
+    """The cache of `step` seems to lie on another device, so that every batch has to be fetched."""
+    cache, real = step.cache, copy.copy(step.cache)
+    monkeypatch.setattr(cache, "gather", real.gather)
+    monkeypatch.setattr(cache, "stored", lambda name: [t.to("meta") for t in real.stored(name)])
+    return step
+
+
+def test_batches_fetched_from_elsewhere_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, fetching = demo_step(), elsewhere(demo_step(), monkeypatch)
+    assert same(run(here, 6), run(fetching, 6))
+    assert (here.resident, fetching.resident) == (True, False)
+    assert here.loss == fetching.loss
+
+
+@pytest.mark.parametrize("batch", [8, 16, 32, COUNT])
+def test_every_image_is_seen_once_in_each_epoch(batch: int) -> None:
+    order = _order(COUNT, batch)
+    assert order.shape == (ORDERED, batch)
+    epochs = order.view(-1, COUNT)
+    assert torch.equal(epochs.sort(1).values, torch.arange(COUNT).expand_as(epochs))
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_what_does_not_fill_a_batch_is_left_to_the_next_epoch() -> None:
+    epochs = _order(50, 16)[: 3 * 100].view(100, 48)
+    assert all(len(epoch.unique()) == 48 for epoch in epochs)
+    assert len(epochs.unique()) == 50
+
+
+def test_a_step_reads_the_images_that_are_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = linear_step()
+    seen: list[Tensor] = []
+    batch = step._batch
+
+    def recorded(t: dict[str, Tensor]) -> list[list[Tensor]]:
+        lists = batch(t)
+        seen.append(lists[0][0])
+        return lists
+
+    monkeypatch.setattr(step, "_batch", recorded)
+    run(step, 5)
+    assert len(seen) == 5
+    for rows, images in zip(seen, step.order, strict=False):
+        assert torch.equal(rows, step.cache.stored("raw inputs")[0][images])
 
 
 def test_dropping_is_over_after_a_step() -> None:
-    bench = Bench(drop_probability=0.5)
-    bench.run(1)
-    assert {q.drop_probability for q in bench.step.quantizers} == {0.0}
+    step = demo_step(drop_probability=0.5)
+    run(step, 1)
+    assert len(step.quantizers) == 8
+    assert all(quantizer.dropping is None for quantizer in step.quantizers.values())
+
+
+def test_every_quantizer_drops_by_a_mask_of_its_own_and_another_in_each_step() -> None:
+    step = demo_step(drop_probability=0.5)
+    keys: list[int] = []
+    dropping = step._dropping
+
+    def recorded(probability: float, seed: Tensor) -> Any:
+        with dropping(probability, seed):
+            keys.extend(int(q.dropping[1]) for q in step.quantizers.values() if q.dropping)
+        return dropping(probability, seed)
+
+    step._dropping = recorded  # type: ignore[method-assign]
+    run(step, 3)
+    assert len(keys) == 3 * 8
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_unit_sees_what_is_learned_while_it_is_learned() -> None:
+    """A refresh of the Fisher information runs the unit between two steps."""
+    step = demo_step(scale_lr=1e-2)
+    inputs = step.cache.rows("raw inputs", 0, 4)
+    with torch.no_grad():
+        outputs = []
+        for times in (0, 3):
+            run(step, times)
+            outputs.append(step.unit(inputs)[0])
+    assert not torch.equal(*outputs)
+    scales = [quantizer.scale.flatten() for _, quantizer in activation_quantizers(step.unit.module)]
+    assert torch.equal(torch.cat(scales), step.tensors["scales"])
+
+
+def test_a_finished_step_leaves_what_was_learned_and_lets_go_of_it() -> None:
+    step = demo_step(scale_lr=1e-2)
+    roundings, scales = run(step, 3)
+    assert step.finish()
+    step.tensors["scales"].zero_()
+    kept = [quantizer.scale.flatten() for _, quantizer in activation_quantizers(step.unit.module)]
+    assert torch.equal(torch.cat(kept), scales)
+    layers = [layer.weight_quantizer.rounding for _, layer in quantized_layers(step.unit.module)]
+    assert torch.equal(torch.cat([rounding.flatten() for rounding in layers if rounding is not None]), roundings)
 
 
 def test_reconstructed_weights_lie_on_the_integer_grid() -> None:
@@ -166,18 +235,18 @@ def runaway(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_a_number(self: object, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         return deltas.sum() * torch.nan
 
-    monkeypatch.setattr(algorithm.MeanSquaredError, "__call__", not_a_number)
+    monkeypatch.setattr(algorithm.FisherLoss, "forward", not_a_number)
 
 
 @pytest.mark.usefixtures("runaway")
 def test_a_loss_that_is_not_finite_is_reported() -> None:
-    _, result = first_block(configured())
+    _, result = first_block(configured(method="diag"))
     assert result.finite is False
 
 
 @pytest.mark.usefixtures("runaway")
 def test_a_loss_that_is_not_finite_keeps_the_range_search() -> None:
-    units = [first_block(configured(method=m))[0].chain.units[BLOCK].module for m in ("qdrop", "rtn")]
+    units = [first_block(configured(method=m))[0].chain.units[BLOCK].module for m in ("diag", "rtn")]
     for (_, kept), (_, searched) in zip(*map(quantized_layers, units), strict=True):
         assert torch.equal(kept.codes, searched.codes)
         assert torch.equal(kept.weight, searched.weight)

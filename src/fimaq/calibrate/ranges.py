@@ -13,26 +13,36 @@ from torch import Tensor, nn
 
 from fimaq.calibrate.search import in_chunks, search_range, search_scale
 from fimaq.config import Preset
-from fimaq.models.products import watched
+from fimaq.models.products import are_probabilities, watched
 from fimaq.quant.fake import fake_quantize
-from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul
+from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul, largest_of_rows
 from fimaq.quant.quantizers import ActivationQuantizer
 
 ROWS = {"cpu": 1024, "cuda": 8192}
 """Token vectors an activation search looks at; extremes are taken over all of them."""
 FEWEST_IMAGES = 4
+SizeOf = Callable[[Tensor], Tensor]
+"""Outputs (..., n, m) -> by what their errors are divided, (..., n, 1)."""
 
 
 @torch.no_grad()
-def set_ranges(unit: nn.Module, run: Callable[[], Any], preset: Preset) -> None:
-    """Search all ranges below `unit`. `run()` runs it in full precision on the calibration inputs."""
+def set_ranges(unit: nn.Module, run: Callable[[], Any], preset: Preset, relative: bool = True) -> None:
+    """Search all ranges below `unit`. `run()` runs it in full precision on the calibration inputs.
+
+    With `relative`, errors count relative to the size of each token's output. The next LayerNorm brings every
+    token to the same length; and one token with a massive activation (ViTs have them) would otherwise claim the
+    whole range and leave one level to all others. A reconstruction that minimises plain errors should start from
+    ranges that do so too.
+    """
+    size_of = _softened_norm if relative else _ones
+    per_token = preset == "released"
     for module, inputs in _recorded_inputs(unit, run).items():
         if isinstance(module, QuantMatMul):
-            _set_product(module, inputs[0], inputs[1], per_token=preset == "released")
+            _set_product(module, inputs[0], inputs[1], per_token, size_of)
         else:
             assert isinstance(module, QuantizedLayer)
-            _set_input(module, inputs[0], per_token=preset == "released")
-            _set_weight(module, inputs[0])
+            _set_input(module, inputs[0], per_token, size_of)
+            _set_weight(module, inputs[0], size_of)
 
 
 def _recorded_inputs(unit: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[Tensor]]:
@@ -55,7 +65,7 @@ def _recorded_inputs(unit: nn.Module, run: Callable[[], Any]) -> dict[nn.Module,
     return {module: [torch.cat(parts) for parts in zip(*calls, strict=True)] for module, calls in seen.items()}
 
 
-def _set_input(layer: QuantizedLayer, x: Tensor, per_token: bool) -> None:
+def _set_input(layer: QuantizedLayer, x: Tensor, per_token: bool, size_of: SizeOf) -> None:
     """Range of a layer's input: (B, ..., in) for Linear, (B, in, H, W) for Conv2d."""
     quantizer = layer.input_quantizer
     if isinstance(layer, QuantConv2d):
@@ -68,7 +78,7 @@ def _set_input(layer: QuantizedLayer, x: Tensor, per_token: bool) -> None:
         return
     weight = _same_norms(layer.weight)
     rows = _spread(x.flatten(0, -2), _rows(x))
-    size = _output_size(rows, weight)
+    size = size_of(F.linear(rows, weight))
     _set_activation(quantizer, x, rows, lambda d: F.linear(d, weight) / size, ())
     positions = x.shape[1:-1]
     if per_token and positions:
@@ -82,11 +92,11 @@ def _set_input(layer: QuantizedLayer, x: Tensor, per_token: bool) -> None:
         _set_token_scales(quantizer, groups, error_of, images.numel())
 
 
-def _set_weight(layer: QuantizedLayer, x: Tensor) -> None:
+def _set_weight(layer: QuantizedLayer, x: Tensor, size_of: SizeOf) -> None:
     """Per-channel range of a weight: the output error is delta G delta^T with G the inputs' Gram matrix."""
     quantizer, input_quantizer = layer.weight_quantizer, layer.input_quantizer
     x = fake_quantize(x, input_quantizer.scale, input_quantizer.zero_point, input_quantizer.levels)
-    gram = _gram(layer, x)
+    gram = _gram(layer, x, size_of)
     groups, size, _ = gram.shape
     weight = layer.weight.reshape(groups, -1, size)
 
@@ -100,11 +110,11 @@ def _set_weight(layer: QuantizedLayer, x: Tensor) -> None:
     quantizer.set_range(scale.reshape(shape), zero_point.reshape(shape))
 
 
-def _gram(layer: QuantizedLayer, x: Tensor) -> Tensor:
+def _gram(layer: QuantizedLayer, x: Tensor, size_of: SizeOf) -> Tensor:
     """Sum of x x^T over all positions: (groups, in, in), in being the weights of one output channel."""
     if isinstance(layer, QuantLinear):
         rows = x.flatten(0, -2)
-        rows = (rows / _output_size(rows, layer.weight))[None]
+        rows = (rows / size_of(F.linear(rows, layer.weight)))[None]
     else:
         assert isinstance(layer, QuantConv2d)
         padding = layer.padding if not isinstance(layer.padding, str) else _explicit_padding(layer)
@@ -120,13 +130,16 @@ def _explicit_padding(layer: nn.Conv2d) -> tuple[int, int]:
     return (dh * (kh - 1) // 2, dw * (kw - 1) // 2)
 
 
-def _set_product(product: QuantMatMul, left: Tensor, right: Tensor, per_token: bool) -> None:
+def _set_product(product: QuantMatMul, left: Tensor, right: Tensor, per_token: bool, size_of: SizeOf) -> None:
     """Ranges of both operands: left (..., n, k), right (..., k, m), first dimension over images or windows."""
     few_left, few_right = (_spread(t, _images_for(left)) for t in (left, right))
     heads = (left.shape[1], 1, 1) if per_token and left.dim() == 4 else ()
     # What attention gives a token is normalised later, like a Linear's output; scores before a softmax are not.
     output = few_left @ few_right
-    size = _softened_norm(output) if _are_probabilities(few_left) else torch.ones_like(output[:1, ..., :1])
+    size = size_of(output) if are_probabilities(few_left) else _ones(output)
+    if product.rescales_rows:
+        size = size / largest_of_rows(few_left)
+        left, few_left = left / largest_of_rows(left), few_left / largest_of_rows(few_left)
     _set_activation(product.left_quantizer, left, few_left, lambda d: d @ few_right / size, heads)
     _set_activation(product.right_quantizer, right, few_right, lambda d: few_left @ d / size, heads)
     if not heads:
@@ -161,25 +174,15 @@ def _rows(x: Tensor) -> int:
     return ROWS["cuda" if x.is_cuda else "cpu"]
 
 
-def _output_size(rows: Tensor, weight: Tensor) -> Tensor:
-    """Norm of each token's output, (n, 1): errors count relative to it.
-
-    The next LayerNorm brings every token to the same length. Without this, one token with a massive activation
-    (ViTs have them) would claim the whole range and leave one level to all others.
-    """
-    return _softened_norm(F.linear(rows, weight))
-
-
 def _softened_norm(output: Tensor) -> Tensor:
     """Norms of the rows of `output`, kept away from zero: (..., n, m) -> (..., n, 1)."""
     size = output.norm(dim=-1, keepdim=True)
     return size + 0.3 * size.median() + torch.finfo(size.dtype).tiny
 
 
-def _are_probabilities(x: Tensor) -> bool:
-    """True for the output of a softmax: rows that are not negative and sum to one."""
-    sums = x.sum(-1)
-    return bool((x >= 0).all()) and bool(torch.allclose(sums, torch.ones_like(sums), atol=1e-3))
+def _ones(output: Tensor) -> Tensor:
+    """Every row counts as it is."""
+    return torch.ones_like(output[..., :1])
 
 
 def _same_norms(weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Averages over the calibration set of perturbations and KL gradients: Eq. (13), by running only the suffix."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,13 +12,16 @@ from fimaq.fisher.divergence import kl_gradient
 
 @dataclass
 class Sample:
-    """A batch of n images at one unit: its full-precision inputs and outputs, and the model's logits."""
+    """A batch of n images at one unit: its full-precision inputs and outputs, and the model's logits.
+
+    `carried`: outputs of earlier units that the suffix still reads, by number.
+    """
 
     start: int
     inputs: list[Tensor]
     outputs: list[Tensor]
     teacher: Tensor
-    suffix: Callable[[list[Tensor]], Tensor]
+    carried: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -27,14 +30,27 @@ def flat(tensors: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def collect_averages(
+def gradient_and_perturbation(
     unit: Callable[[list[Tensor]], list[Tensor]],
-    samples: Iterable[Sample],
+    suffix: Callable[[list[Tensor], dict[int, list[Tensor]]], Tensor],
+    sample: Sample,
     temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """The KL gradient and the perturbation of the quantized `unit` as it is now, image by image: (n, a) each."""
+    with torch.no_grad():
+        quantized = unit(sample.inputs)
+        delta = flat(quantized) - flat(sample.outputs)
+    gradients = kl_gradient(lambda z: suffix(z, sample.carried), quantized, sample.teacher, temperature)
+    return flat(gradients).nan_to_num(0, 0, 0), delta
+
+
+def collect_averages(
+    samples: Iterable[Sample],
+    evaluate: Callable[[Sample], tuple[Tensor, ...]],
     averages: Averages,
     keep: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Averaged gradient and perturbation, (a,) each, of the quantized `unit` as it is now.
+    """Averaged gradient and perturbation, (a,) each; `evaluate` gives those of a sample's images.
 
     `averages` chooses between means of signed values (the paper) and of absolute ones (the released code);
     `keep(start, gradients)` is handed every batch's gradients (n, a) where a method needs them one by one.
@@ -42,10 +58,7 @@ def collect_averages(
     sums: list[Tensor] = []
     count = 0
     for sample in samples:
-        with torch.no_grad():
-            quantized = unit(sample.inputs)
-            delta = flat(quantized) - flat(sample.outputs)
-        gradient = flat(kl_gradient(sample.suffix, quantized, sample.teacher, temperature)).nan_to_num(0, 0, 0)
+        gradient, delta = evaluate(sample)
         if keep is not None:
             keep(sample.start, gradient)
         parts = [gradient, delta] if averages == "signed" else [gradient.abs(), delta.abs()]

@@ -8,8 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.errors import InputError
-from fimaq.models.products import FloatProduct, count_products, float_products, open_module, watched
-from fimaq.quant.layers import can_convert, convert_layer, restore_layer
+from fimaq.models.products import (
+    FloatProduct,
+    count_products,
+    float_products,
+    open_module,
+    softmax_products,
+    watched,
+)
+from fimaq.quant.layers import QuantMatMul, can_convert, convert_layer, restore_layer
 
 FIRST_LAYER_BITS = 8
 """The image itself is quantized to 8 bits whatever the setting: it arrives as bytes."""
@@ -22,6 +29,7 @@ class Structure:
     layers: dict[str, tuple[int, int]]  # name -> (weight bits, input bits)
     products: dict[str, tuple[int, int]]  # name -> (how many, bits)
     stayed_float: list[str] = field(default_factory=list)
+    rescaled: list[str] = field(default_factory=list)  # products whose rows are rescaled, see QuantMatMul
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,13 +40,21 @@ class Structure:
             {name: (int(w), int(a)) for name, (w, a) in values["layers"].items()},
             {name: (int(n), int(b)) for name, (n, b) in values["products"].items()},
             list(values["stayed_float"]),
+            list(values["rescaled"]),
         )
 
 
 def prepare_model(
-    model: nn.Module, example: Tensor, weight_bits: int, activation_bits: int, allow_float: bool = False
+    model: nn.Module,
+    example: Tensor,
+    weight_bits: int,
+    activation_bits: int,
+    allow_float: bool = False,
+    rescale_rows: bool = False,
 ) -> Structure:
     """Convert layers and open attention in place. `example`: a few images (n, C, H, W).
+
+    With `rescale_rows`, products that read a softmax rescale its rows (see QuantMatMul).
 
     Raises InputError naming module and class where a product would stay in float, unless `allow_float`.
     """
@@ -69,7 +85,9 @@ def prepare_model(
     for name in uncalled:
         restore_layer(model.get_submodule(name))
         del layers[name]
-    return Structure(layers, products, [str(product) for product in left])
+    rescaled = softmax_products(model, run) if rescale_rows else []
+    _rescale(model, rescaled)
+    return Structure(layers, products, [str(product) for product in left], rescaled)
 
 
 def apply_structure(model: nn.Module, structure: Structure) -> None:
@@ -81,6 +99,14 @@ def apply_structure(model: nn.Module, structure: Structure) -> None:
     for name, (count, bits) in structure.products.items():
         open_module(modules[name], count, bits)
         modules[name].products.to(device)  # type: ignore[union-attr]
+    _rescale(model, structure.rescaled)
+
+
+def _rescale(model: nn.Module, names: list[str]) -> None:
+    for name in names:
+        product = model.get_submodule(name)
+        assert isinstance(product, QuantMatMul)
+        product.rescales_rows = True
 
 
 def _called(model: nn.Module, names: Iterable[str], run: Callable[[], Any]) -> set[str]:

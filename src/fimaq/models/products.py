@@ -228,3 +228,27 @@ def float_products(model: nn.Module, run: Callable[[], Any]) -> list[FloatProduc
     with watched(model), _running_module() as stack, Watcher(), torch.no_grad():
         run()
     return list(found)
+
+
+@torch.no_grad()
+def softmax_products(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """Names of the QuantMatMuls whose left operand is the output of a softmax."""
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        return lambda module, args: found.append(name) if are_probabilities(args[0]) else None
+
+    hooks = [m.register_forward_pre_hook(look(n)) for n, m in model.named_modules() if isinstance(m, QuantMatMul)]
+    try:
+        with watched(model):
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def are_probabilities(x: Tensor) -> bool:
+    """True for the output of a softmax: rows that are not negative and sum to one."""
+    sums = x.sum(-1)
+    return bool((x >= 0).all()) and bool(torch.allclose(sums, torch.ones_like(sums), atol=1e-3))

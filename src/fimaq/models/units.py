@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fimaq.errors import InputError
@@ -73,6 +74,13 @@ class Unit:
         """Batched inputs to batched outputs: lists of tensors with one row per image."""
         args, kwargs = self.inputs.join(inputs)
         return self.outputs.split(self.module(*args, **kwargs))
+
+    def with_tensors(self, tensors: dict[str, Tensor], inputs: Sequence[Tensor]) -> Tensors:
+        """The same with other parameters and buffers than the module's own, by name."""
+        parameters = {name for name, _ in self.module.named_parameters()}
+        kept = {n: nn.Parameter(t, requires_grad=False) if n in parameters else t for n, t in tensors.items()}
+        args, kwargs = self.inputs.join(inputs)
+        return self.outputs.split(functional_call(self.module, kept, args, kwargs))
 
 
 class _ReachedUnit(Exception):  # noqa: N818  (a jump out of a forward pass, not an error)

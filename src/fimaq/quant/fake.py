@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fimaq.quant.fused import fused_on_gpu
-
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
     """The integers (as floats in [0, levels]) that stand for x. Same shape as x."""
@@ -28,16 +26,14 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> 
     return dequantize(quantize(x, scale, zero_point, levels), scale, zero_point)
 
 
-@fused_on_gpu
-def _forward(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int, dropped: Tensor | None) -> Tensor:
+def _forward(x: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor | int, dropped: Tensor | None) -> Tensor:
     steps = torch.clamp(torch.round(x / scale), -zero_point, levels - zero_point)
     quantized = steps * scale
     return quantized if dropped is None else torch.where(dropped, x, quantized)
 
 
-@fused_on_gpu
 def _backward(
-    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, levels: int, dropped: Tensor | None
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor | int, dropped: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     scaled = x / scale
     rounded = torch.round(scaled)
@@ -57,7 +53,7 @@ class _LearnedScale(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, levels: int, dropped: Tensor | None
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor | int, dropped: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point, dropped)
         ctx.levels = levels
@@ -70,20 +66,7 @@ class _LearnedScale(torch.autograd.Function):
 
 
 def learned_fake_quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor, levels: int, dropped: Tensor | None = None
+    x: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor | int, dropped: Tensor | None = None
 ) -> Tensor:
     """Fake quantization that gradients pass through; where `dropped` is true, x is left as it is (QDrop)."""
     return _LearnedScale.apply(x, scale, zero_point, levels, dropped)  # type: ignore[no-any-return]
-
-
-def random_mask(like: Tensor, probability: float) -> Tensor:
-    """A boolean tensor shaped like `like`, each element true with `probability` (to 1/256).
-
-    One 64-bit random number serves eight elements: random numbers, not arithmetic, would otherwise be the
-    largest cost of a reconstruction step on a CPU.
-    """
-    count = like.numel()
-    words = torch.empty((count + 7) // 8, dtype=torch.int64, device=like.device).random_(-(2**63), None)
-    octets = words.view(torch.uint8)[:count].view(like.shape)
-    threshold = round(probability * 256)
-    return octets <= threshold - 1 if threshold else torch.zeros_like(octets, dtype=torch.bool)

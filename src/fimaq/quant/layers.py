@@ -81,18 +81,33 @@ class QuantConv2d(QuantizedLayer, nn.Conv2d):
 
 
 class QuantMatMul(nn.Module):
-    """A product of two activations, both quantized: left (..., n, k) @ right (..., k, m)."""
+    """A product of two activations, both quantized: left (..., n, k) @ right (..., k, m).
+
+    `rescales_rows`, for the output of a softmax: each row is divided by its largest element before it is
+    quantized, and the product multiplied by it afterwards. A sharp row and a flat one then use the same static
+    range in full; without it, a range that holds the sharp one rounds the flat one to nothing. Since
+    a / max(a) = exp(score - max(score)), a runtime need not even normalise first.
+    """
 
     def __init__(self, bits: int) -> None:
         super().__init__()
         self.left_quantizer = ActivationQuantizer(bits)
         self.right_quantizer = ActivationQuantizer(bits)
+        self.rescales_rows = False
         self.quantized = False
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        if self.quantized:
-            left, right = self.left_quantizer(left), self.right_quantizer(right)
-        return torch.matmul(left, right)
+        if not self.quantized:
+            return torch.matmul(left, right)
+        if not self.rescales_rows:
+            return torch.matmul(self.left_quantizer(left), self.right_quantizer(right))
+        largest = largest_of_rows(left)
+        return torch.matmul(self.left_quantizer(left / largest), self.right_quantizer(right)) * largest
+
+
+def largest_of_rows(left: Tensor) -> Tensor:
+    """(..., n, k) -> (..., n, 1), never zero, without gradient: rescaling by it changes nothing but rounding."""
+    return left.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(left.dtype).tiny)
 
 
 QUANTIZED = (QuantLinear, QuantConv2d, QuantMatMul)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from fimaq.quant.fake import dequantize, fake_quantize, learned_fake_quantize, quantize, random_mask
-from fimaq.quant.fused import fused_on_gpu
+from fimaq.quant.fake import fake_quantize, learned_fake_quantize, quantize
+from fimaq.quant.masks import random_mask
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1
 """AdaRound's rectified sigmoid is stretched beyond [0, 1] so that it reaches both ends at finite input."""
@@ -15,13 +15,11 @@ def rectified_sigmoid(rounding: Tensor) -> Tensor:
     return (torch.sigmoid(rounding) * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW).clamp(0, 1)
 
 
-@fused_on_gpu
-def _soft_weight(rounding: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
-    soft = torch.floor(weight / scale) + rectified_sigmoid(rounding) + zero_point
-    return dequantize(soft.clamp(0, levels), scale, zero_point)
+def _soft_weight(rounding: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor) -> Tensor:
+    steps = torch.floor(weight / scale) + rectified_sigmoid(rounding)
+    return torch.clamp(steps, -zero_point, levels - zero_point) * scale
 
 
-@fused_on_gpu
 def rounding_indecision(rounding: Tensor, exponent: Tensor) -> Tensor:
     """AdaRound's regulariser: sum of 1 - |2 h(V) - 1|^b, zero when every weight is rounded up or down."""
     return (1 - (2 * rectified_sigmoid(rounding) - 1).abs().pow(exponent)).sum()
@@ -32,12 +30,15 @@ class Quantizer(nn.Module):
 
     scale: Tensor
     zero_point: Tensor
+    highest: Tensor
 
     def __init__(self, bits: int) -> None:
         super().__init__()
         self.bits = bits
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("zero_point", torch.zeros(()))
+        # `levels` as a tensor: a compiled reconstruction step then serves every number of bits.
+        self.register_buffer("highest", torch.tensor(float(self.levels)), persistent=False)
 
     @property
     def levels(self) -> int:
@@ -56,13 +57,14 @@ class ActivationQuantizer(Quantizer):
 
     def __init__(self, bits: int) -> None:
         super().__init__(bits)
-        self.drop_probability = 0.0
+        self.dropping: tuple[float, Tensor] | None = None
+        """While a step of reconstruction runs: QDrop's probability and the key of this quantizer's mask."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return fake_quantize(x, self.scale, self.zero_point, self.levels)
-        dropped = random_mask(x, self.drop_probability) if self.drop_probability > 0 else None
-        return learned_fake_quantize(x, self.scale, self.zero_point, self.levels, dropped)
+        dropped = None if self.dropping is None else random_mask(x, *self.dropping)
+        return learned_fake_quantize(x, self.scale, self.zero_point, self.highest, dropped)
 
 
 class WeightQuantizer(Quantizer):
@@ -72,9 +74,11 @@ class WeightQuantizer(Quantizer):
     rectified sigmoid says how far each weight is rounded up.
     """
 
+    rounding: Tensor | None
+
     def __init__(self, bits: int) -> None:
         super().__init__(bits)
-        self.rounding: Tensor | None = None
+        self.register_buffer("rounding", None, persistent=False)
 
     def start_learning(self, weight: Tensor) -> None:
         """Set `rounding` so that the soft weight equals the real weight wherever that is in range."""
@@ -92,4 +96,4 @@ class WeightQuantizer(Quantizer):
     def forward(self, weight: Tensor) -> Tensor:
         if self.rounding is None:
             return fake_quantize(weight, self.scale, self.zero_point, self.levels)
-        return _soft_weight(self.rounding, weight, self.scale, self.zero_point, self.levels)
+        return _soft_weight(self.rounding, weight, self.scale, self.zero_point, self.highest)

@@ -2,30 +2,33 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fimaq.calibrate.ranges import set_ranges
 from fimaq.config import FISHER_METHODS, Config
-from fimaq.fisher.collect import Sample, collect_averages, flat
+from fimaq.fisher.collect import Sample, collect_averages, flat, gradient_and_perturbation
 from fimaq.models.units import Unit, UnitChain
 from fimaq.quant.layers import quantized_layers, set_quantized
 from fimaq.reconstruct.cache import ActivationCache
+from fimaq.reconstruct.compiled import Recorded
 from fimaq.reconstruct.objectives import (
     FisherLoss,
     MeanSquaredError,
     OutputDivergence,
     SquaredGradient,
 )
-from fimaq.reconstruct.step import Objective, ReconstructionStep
+from fimaq.reconstruct.step import ReconstructionStep
 
 SWEEP = 64
 """Images at a time when a unit or a suffix is run over the calibration set."""
 REPORTS = 25
-INDEX_ROWS = 256
 
 Report = Callable[[int, float], None]
+Evaluation = Callable[[Sample], tuple[Tensor, ...]]
 
 
 @dataclass
@@ -59,23 +62,23 @@ class Reconstruction:
         """Algorithm 1 for one unit. Afterwards its weights are integers and its activations quantized."""
         unit = self.chain.units[index]
         self.cache_full_precision(index)
-        set_ranges(unit.module, lambda: self._run_for_ranges(unit), self.config.preset)
+        relative = self.config.method != "qdrop"
+        set_ranges(unit.module, lambda: self._run_for_ranges(unit), self.config.preset, relative)
         set_quantized(unit.module, True)
         if self.config.method == "rtn":
             return self._harden(unit, [], True)
 
         torch.manual_seed(self.config.seed * 1009 + index)
         objective = self._objective(index)
-        step = ReconstructionStep(unit, objective, self.config, self.device)
-        batches = self._batches()
-        due = _refresh_iterations(objective, self.config)
+        step = ReconstructionStep(unit, objective, self.config, self.cache)
+        evaluate, due = self._evaluation(index), _refresh_iterations(objective, self.config)
         losses = []
         for iteration in range(self.config.iters):
             if iteration in due:
-                self._refresh(index, objective)
-            step(*next(batches))
+                self._refresh(index, objective, evaluate)
+            step()
             if iteration % max(1, self.config.iters // REPORTS) == 0 or iteration == self.config.iters - 1:
-                losses.append((iteration, float(step.loss)))
+                losses.append((iteration, step.loss))
                 report(*losses[-1])
         return self._harden(unit, losses, step.finish())
 
@@ -127,7 +130,7 @@ class Reconstruction:
         for start, stop in self._sweep(self.config.search_size):
             unit(self.cache.rows("raw inputs", start, stop))
 
-    def _objective(self, index: int) -> Objective:
+    def _objective(self, index: int) -> nn.Module:
         """The method's loss for this unit; the head, having no suffix, gets the KL divergence itself."""
         method = self.config.method
         deltas, targets = self._first_deltas(index)
@@ -136,7 +139,7 @@ class Reconstruction:
         if index == len(self.chain) - 1:
             return OutputDivergence(self.config.temperature, deltas, targets)
         if method == "brecq":
-            return SquaredGradient()
+            return SquaredGradient(self.device)
         return FisherLoss(self.config, deltas.shape[1], self.device)
 
     @torch.no_grad()
@@ -146,49 +149,51 @@ class Reconstruction:
         targets = flat(self.cache.rows("outputs", 0, stop))
         return flat(self.chain.units[index](self.cache.rows("quantized inputs", 0, stop))) - targets, targets
 
-    def _refresh(self, index: int, objective: Objective) -> None:
+    def _evaluation(self, index: int) -> Evaluation:
+        """KL gradients and perturbations of a sample; on a GPU recorded once for the unit and then replayed."""
+        unit, suffix = self.chain.units[index], partial(self.chain.suffix, index)
+
+        def on_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+            sample = Sample(0, *tree_unflatten(tensors, self._sample_spec))
+            return gradient_and_perturbation(unit, suffix, sample, self.config.temperature)
+
+        recorded = Recorded(on_tensors)
+
+        def evaluate(sample: Sample) -> tuple[Tensor, ...]:
+            parts = (sample.inputs, sample.outputs, sample.teacher, sample.carried)
+            tensors, self._sample_spec = tree_flatten(parts)
+            return recorded(*tensors)
+
+        return evaluate
+
+    def _refresh(self, index: int, objective: nn.Module, evaluate: Evaluation) -> None:
         """Collect one more averaged perturbation and KL gradient from the unit as it is now."""
-        unit = self.chain.units[index]
         deltas, _ = self._first_deltas(index)
         one_by_one = isinstance(objective, SquaredGradient)
         limit = None if one_by_one else self.config.fisher_size
         keep = (lambda start, g: self.cache.write("gradients", start, [g])) if one_by_one else None
         gradient, perturbation = collect_averages(
-            unit, self._samples(index, limit), self.config.temperature, self.config.averages, keep
+            self._samples(index, limit), evaluate, self.config.averages, keep
         )
         if isinstance(objective, SquaredGradient):
             weights = self.cache.rows("gradients", 0, len(deltas))[0]
-            objective.normaliser = (deltas * weights).square().sum(1).mean().clamp_min(1e-38)
+            objective.normaliser.copy_((deltas * weights).square().sum(1).mean().clamp_min(1e-38))
         elif isinstance(objective, FisherLoss):
             objective.collect(gradient, perturbation, deltas)
 
     def _samples(self, index: int, limit: int | None) -> Iterator[Sample]:
         for start, stop in self._sweep(limit):
-            carried = self._carried(index, "raw", start, stop)
             yield Sample(
                 start,
                 self.cache.rows("raw inputs", start, stop),
                 self.cache.rows("outputs", start, stop),
                 self.cache.rows("teacher", start, stop)[0],
-                lambda outputs, carried=carried: self.chain.suffix(index, outputs, carried),  # type: ignore[misc]
+                self._carried(index, "raw", start, stop),
             )
 
     def _sweep(self, limit: int | None = None) -> Iterator[tuple[int, int]]:
         count = min(self.count, limit or self.count)
         return ((start, min(start + SWEEP, count)) for start in range(0, count, SWEEP))
-
-    def _batches(self) -> Iterator[tuple[list[Tensor], ...]]:
-        """Endless batches of raw inputs, quantized inputs, outputs and, for BRECQ, gradients.
-
-        The order is drawn an epoch at a time and moved to the device at once, so that steps need no transfer.
-        """
-        names = ("raw inputs", "quantized inputs", "outputs")
-        size = self.config.batch_size
-        while True:
-            order = torch.stack([torch.randperm(self.count)[:size] for _ in range(INDEX_ROWS)]).to(self.device)
-            for indices in order:
-                weights = self.cache.gather("gradients", indices) if "gradients" in self.cache.places else []
-                yield (*(self.cache.gather(name, indices) for name in names), weights)
 
     @torch.no_grad()
     def _harden(self, unit: Unit, losses: list[tuple[int, float]], finite: bool) -> UnitResult:
@@ -198,7 +203,7 @@ class Reconstruction:
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
 
 
-def _refresh_iterations(objective: Objective, config: Config) -> set[int]:
+def _refresh_iterations(objective: nn.Module, config: Config) -> set[int]:
     """When perturbations are collected: at the start, and for a growing rank every iters / rank iterations."""
     if isinstance(objective, FisherLoss):
         return {j * config.iters // config.resolved_rank for j in range(config.resolved_rank)}

@@ -67,10 +67,13 @@ class ActivationCache:
         """A copy of consecutive rows, on the compute device."""
         return [t[start:stop].to(self.device, copy=True) for t in self._tensors[name]]
 
+    def stored(self, name: str) -> list[Tensor]:
+        """The tensors themselves, wherever they are; none for a name that was never written."""
+        return self._tensors.get(name, [])
+
     def gather(self, name: str, indices: Tensor) -> list[Tensor]:
         """A copy of the rows at `indices` (on the host), on the compute device."""
-        stored = self._tensors[name]
-        return [t.index_select(0, indices.to(t.device)).to(self.device) for t in stored]
+        return [t.index_select(0, indices.to(t.device)).to(self.device) for t in self.stored(name)]
 
     def rename(self, old: str, new: str) -> None:
         self.drop(new)

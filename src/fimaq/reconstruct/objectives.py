@@ -9,7 +9,7 @@ are of one size whatever their units.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fimaq.config import Averages, Config
 from fimaq.fisher.approximations import (
@@ -25,41 +25,49 @@ from fimaq.fisher.divergence import kl_divergence
 Loss = Callable[[Tensor], Tensor]
 
 
-class MeanSquaredError:
+class MeanSquaredError(nn.Module):
     """QDrop: every output counts the same."""
 
-    def __init__(self, first_deltas: Tensor) -> None:
-        self.normaliser = first_deltas.square().mean().clamp_min(1e-38)
+    normaliser: Tensor
 
-    def __call__(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def __init__(self, first_deltas: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("normaliser", first_deltas.square().mean().clamp_min(1e-38))
+
+    def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         return deltas.square().mean() / self.normaliser
 
 
-class OutputDivergence:
+class OutputDivergence(nn.Module):
     """The head: its output is the model's, so the KL divergence itself is minimised."""
 
+    normaliser: Tensor
+
     def __init__(self, temperature: float, first_deltas: Tensor, targets: Tensor) -> None:
+        super().__init__()
         self.temperature = temperature
-        self.normaliser = torch.ones((), device=targets.device)
+        self.register_buffer("normaliser", torch.ones((), device=targets.device))
         self.normaliser = self(first_deltas, targets).clamp_min(1e-38)
 
-    def __call__(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         return kl_divergence(targets, targets + deltas, self.temperature).mean() / self.normaliser
 
 
-class SquaredGradient:
+class SquaredGradient(nn.Module):
     """BRECQ: squared gradients, each sample's own, as a diagonal Fisher matrix."""
 
-    def __init__(self) -> None:
-        self.normaliser: Tensor | None = None
+    normaliser: Tensor
 
-    def __call__(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("normaliser", torch.ones((), device=device))
+
+    def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         assert weights is not None
-        assert self.normaliser is not None
         return (deltas * weights).square().sum(1).mean() / self.normaliser
 
 
-class FisherLoss:
+class FisherLoss(nn.Module):
     """Diag-FIM, rank-one, LR-FIM and DPLR-FIM, under either reading of the averages over samples.
 
     `signed` is the paper's text. `absolute` is what the authors' released code computes: averages of absolute
@@ -68,19 +76,27 @@ class FisherLoss:
     recorded CUDA graph of the reconstruction step goes on seeing what is collected later.
     """
 
+    gradients: Tensor
+    perturbations: Tensor
+    inverse: Tensor
+    diagonal: Tensor
+    direction: Tensor
+    normalisers: Tensor
+
     def __init__(self, config: Config, size: int, device: torch.device) -> None:
+        super().__init__()
         self.terms = _terms(config)
         self.averages: Averages = config.averages
         rank = config.resolved_rank
         self.collected = 0
-        self.gradients = torch.zeros(rank, size, device=device)
-        self.perturbations = torch.zeros(rank, size, device=device)
         self.directions = torch.zeros(rank, size, device=device)
         self.ratios = torch.zeros(rank, dtype=torch.float64, device=device)
-        self.inverse = torch.zeros(rank, rank, device=device)
-        self.diagonal = torch.zeros(size, device=device)
-        self.direction = torch.zeros(size, device=device)
-        self.normalisers = {name: torch.ones((), device=device) for name in self.terms}
+        self.register_buffer("gradients", torch.zeros(rank, size, device=device))
+        self.register_buffer("perturbations", torch.zeros(rank, size, device=device))
+        self.register_buffer("inverse", torch.zeros(rank, rank, device=device))
+        self.register_buffer("diagonal", torch.zeros(size, device=device))
+        self.register_buffer("direction", torch.zeros(size, device=device))
+        self.register_buffer("normalisers", torch.ones(len(self.terms), device=device))
 
     def collect(self, gradient: Tensor, perturbation: Tensor, deltas: Tensor) -> None:
         """Add one averaged gradient (a,) and perturbation (a,); renormalise on current `deltas` (n, a)."""
@@ -100,15 +116,12 @@ class FisherLoss:
         else:
             self.diagonal.copy_(diagonal_fisher(gradients, perturbations))
         self.direction.copy_(rank_one_fisher(self.gradients[row], self.perturbations[row]))
-        for name, normaliser in self.normalisers.items():
-            normaliser.copy_(self._term(name, deltas).mean().clamp_min(1e-38))
+        values = torch.stack([self._term(name, deltas).mean() for name in self.terms])
+        self.normalisers.copy_(values.clamp_min(1e-38))
 
-    def __call__(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        losses = [
-            weight * self._term(name, deltas).mean() / self.normalisers[name]
-            for name, weight in self.terms.items()
-        ]
-        return torch.stack(losses).sum()
+    def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        losses = [weight * self._term(name, deltas).mean() for name, weight in self.terms.items()]
+        return (torch.stack(losses) / self.normalisers).sum()
 
     def _term(self, name: str, deltas: Tensor) -> Tensor:
         """One term for every sample: (n, a) -> (n,), never negative."""

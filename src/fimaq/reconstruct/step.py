@@ -1,148 +1,225 @@
-"""One step of block reconstruction: QDrop inputs, forward, loss, backward, two optimisers, their schedules.
+"""One step of block reconstruction: batch, QDrop, forward, loss, backward, two optimisers, their schedules.
 
-Everything a step reads and writes is a tensor at a fixed address, the iteration counter included, so on a GPU
-the step is recorded once as a CUDA graph and then replayed: hundreds of small kernels cost one launch.
+A step is a function of named tensors alone, which it also updates: the unit's own, the cached activations, the
+objective's, what is learned, the iteration counter. So the same lines run as they are on a CPU, and on a GPU are
+traced, compiled once for all units of one shape, and replayed as one CUDA graph (`compiled.py`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from fimaq.config import Config
 from fimaq.fisher.collect import flat
 from fimaq.models.units import Unit
-from fimaq.quant.fake import random_mask
 from fimaq.quant.layers import activation_quantizers, quantized_layers
+from fimaq.quant.masks import GOLDEN, mask_key, mixed, random_mask
 from fimaq.quant.quantizers import rounding_indecision
+from fimaq.reconstruct.cache import ActivationCache
+from fimaq.reconstruct.compiled import Replay
 
 SHARPEST, BLUNTEST = 20.0, 2.0
 """The exponent of the rounding penalty falls from the first to the second after the warm-up."""
-EAGER_STEPS = 3
-"""Steps before a CUDA graph is recorded: libraries set themselves up during them."""
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+"""Adam's usual constants."""
+ORDERED = 16384
+"""Batches drawn in advance; longer runs start over. A fixed number, so that one compilation serves any length."""
+BATCH = ("raw inputs", "quantized inputs", "outputs", "gradients")
+"""What a step reads from the cache; the last only for BRECQ."""
 
-Objective = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Tensors = dict[str, Tensor]
 
 
 class ReconstructionStep:
-    """Learns the rounding of a unit's weights and the scales of its activations."""
+    """Learns the rounding of a unit's weights and the scales of its activations, on batches from the cache."""
 
-    def __init__(self, unit: Unit, objective: Objective, config: Config, device: torch.device) -> None:
-        self.unit = unit
-        self.objective = objective
-        self.config = config
-        self.layers = [layer for _, layer in quantized_layers(unit.module)]
-        for layer in self.layers:
+    def __init__(self, unit: Unit, objective: nn.Module, config: Config, cache: ActivationCache) -> None:
+        self.unit, self.objective, self.config, self.cache = unit, objective, config, cache
+        self.layers = {f"{name}.".lstrip("."): layer for name, layer in quantized_layers(unit.module)}
+        self.quantizers = {f"{name}.": quantizer for name, quantizer in activation_quantizers(unit.module)}
+        for layer in self.layers.values():
             layer.weight_quantizer.start_learning(layer.weight)
-        self.roundings = [_required(layer.weight_quantizer.rounding) for layer in self.layers]
-        self.quantizers = [q for _, q in activation_quantizers(unit.module)]
-        self.scales = [q.scale for q in self.quantizers]
-        self.searched = [scale.clone() for scale in self.scales]
-        self.smallest = [scale / 100 for scale in self.scales]
-        for parameter in self.parameters:
-            parameter.requires_grad_()
-        on_gpu = device.type == "cuda"
-        self.scale_lr = torch.tensor(config.resolved_scale_lr, device=device)
-        self.optimisers = [
-            torch.optim.Adam(self.roundings, lr=config.resolved_rounding_lr, fused=True, capturable=on_gpu),
-            torch.optim.Adam(self.scales, lr=self.scale_lr, fused=True, capturable=on_gpu),
-        ]
-        self.iteration = torch.zeros((), device=device)
-        self.loss = torch.zeros((), device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._graph_inputs: list[Tensor] = []
-        self._steps = 0
-        self._on_gpu = on_gpu
+        own = dict(chain(unit.module.named_parameters(), unit.module.named_buffers()))
+        # Learned tensors are joined end to end, so that each optimiser is a few operations and not a few hundred.
+        self.learned = {
+            "roundings": [f"{name}weight_quantizer.rounding" for name in self.layers],
+            "scales": [f"{name}scale" for name in self.quantizers],
+        }
+        self.shapes = {name: own[name].shape for names in self.learned.values() for name in names}
+        joined = {g: torch.cat([own[n].flatten() for n in names]) for g, names in self.learned.items()}
+        fixed = {f"unit.{n}": t.detach() for n, t in own.items() if n not in self.shapes}
+        zeros = {f"{g}.{m}": torch.zeros_like(t) for g, t in joined.items() for m in ("first", "second")}
+        device = cache.device
+        self.order = _order(cache.count, config.batch_size)
+        self.tensors: Tensors = {
+            **fixed,
+            **joined,
+            **zeros,
+            "searched": joined["scales"].clone(),
+            "iteration": torch.zeros((), dtype=torch.int32, device=device),
+            "iterations": torch.tensor(float(config.iters), device=device),
+            "rounding rate": torch.tensor(config.resolved_rounding_lr, device=device),
+            "scale rate": torch.tensor(config.resolved_scale_lr, device=device),
+            "seed": torch.randint(-(2**31), 2**31, (), dtype=torch.int32).to(device),
+            "order": self.order.to(device),
+            "loss": torch.zeros((), device=device),
+        }
+        # The unit itself goes on seeing what is learned.
+        self._hand_over(self._learned_parts(self.tensors))
+        self._replay: Replay | None = None
+        self.resident = True
+        self.steps = 0
 
     @property
-    def parameters(self) -> list[Tensor]:
-        return [*self.roundings, *self.scales]
+    def loss(self) -> float:
+        """The loss of the latest step, without the rounding penalty. Reading it waits for the GPU."""
+        return float(self.tensors["loss"])
 
-    def __call__(
-        self, raw: list[Tensor], quantized: list[Tensor], targets: list[Tensor], weights: list[Tensor]
-    ) -> None:
-        """One step on a batch: full-precision and quantized-prefix inputs, full-precision outputs."""
-        self._steps += 1
-        if not self._on_gpu or self._steps <= EAGER_STEPS:
-            self._step(raw, quantized, targets, weights)
-            return
-        batch = [*raw, *quantized, *targets, *weights]
-        if self._graph is None:
-            self._record(batch, [len(raw), len(quantized), len(targets), len(weights)])
-        assert self._graph is not None
-        torch._foreach_copy_(self._graph_inputs, batch)
-        self._graph.replay()
+    def __call__(self) -> None:
+        if self._replay is None:
+            self.tensors |= {f"objective.{n}": t for n, t in self.objective.named_buffers()}
+            self.tensors |= self._cached()
+            compiled = self.cache.device.type == "cuda" and self.config.resolved_compile
+            self._replay = Replay(self._step, self.tensors, compiled)
+        if not self.resident:
+            self._stage()
+        self._replay()
+        self.steps += 1
 
-    def _record(self, batch: list[Tensor], sizes: list[int]) -> None:
-        torch.cuda.synchronize()
-        self._graph_inputs = [t.clone() for t in batch]
-        parts = iter(self._graph_inputs)
-        lists = [[next(parts) for _ in range(size)] for size in sizes]
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._step(*lists)
+    def _cached(self) -> Tensors:
+        """The cached tensors where they are, or, if they are not on the device, room for a batch of each."""
+        stored = {f"{n} {i}": s for n in BATCH for i, s in enumerate(self.cache.stored(n))}
+        self.resident = all(s.device.type == self.cache.device.type for s in stored.values())
+        if self.resident:
+            return stored
+        size = self.config.batch_size
+        return {
+            n: torch.empty(size, *s.shape[1:], dtype=s.dtype, device=self.cache.device) for n, s in stored.items()
+        }
 
-    def _step(
-        self, raw: list[Tensor], quantized: list[Tensor], targets: list[Tensor], weights: list[Tensor]
-    ) -> None:
+    def _stage(self) -> None:
+        """Fetch the rows of this iteration's batch to the device."""
+        for name in BATCH:
+            for i, rows in enumerate(self.cache.gather(name, self.order[self.steps % ORDERED])):
+                self.tensors[f"{name} {i}"].copy_(rows)
+
+    def _step(self, t: Tensors) -> None:
+        """Everything that happens in one iteration; `t` holds all it reads and writes."""
+        seed = mixed(t["seed"] + t["iteration"] * GOLDEN)
+        raw, quantized, targets, weights = self._batch(t)
         keep = self.config.drop_probability
-        inputs = [torch.where(random_mask(r, keep), r, q) for r, q in zip(raw, quantized, strict=True)]
+        inputs = [
+            torch.where(random_mask(r, keep, mask_key(seed, -1 - i)), r, q)
+            for i, (r, q) in enumerate(zip(raw, quantized, strict=True))
+        ]
+        learned = self._learned_parts(t)
+        state = _part(t, "unit.") | learned
         target = flat(targets)
-        with torch.enable_grad(), self._dropping(keep):
-            deltas = flat(self.unit(inputs)) - target
-            loss = self.objective(deltas, target, weights[0] if weights else None)
-            gradients = torch.autograd.grad(loss + self._rounding_penalty(), self.parameters)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self.iteration += 1
-        share = (self.iteration / self.config.iters).clamp(max=1)
-        self.scale_lr.copy_(self.config.resolved_scale_lr * 0.5 * (1 + torch.cos(math.pi * share)))
-        for optimiser in self.optimisers:
-            optimiser.step()
-        with torch.no_grad():
-            torch._foreach_maximum_(self.scales, self.smallest)
-        self.loss.copy_(loss.detach())
+        with torch.enable_grad(), self._dropping(keep, seed):
+            with self._lower_precision():
+                outputs = self.unit.with_tensors(state, inputs)
+            deltas = flat(outputs) - target
+            arguments = (deltas, target, *weights)
+            loss = functional_call(self.objective, _part(t, "objective."), arguments)
+            total = loss + self._rounding_penalty(t, learned)
+            found = torch.autograd.grad(total, list(learned.values()))
+        t["iteration"] += 1
+        share = (t["iteration"] / t["iterations"]).clamp(max=1)
+        gradients = dict(zip(learned, found, strict=True))
+        joined = {g: torch.cat([gradients[n].flatten() for n in names]) for g, names in self.learned.items()}
+        falling = 0.5 * (1 + torch.cos(math.pi * share))
+        _adam(t, "roundings", joined["roundings"], t["rounding rate"])
+        # Scales of one unit differ by orders of magnitude, and Adam's steps do not: they are taken relative to
+        # what range search found.
+        _adam(t, "scales", joined["scales"] * t["searched"], falling * t["scale rate"] * t["searched"])
+        t["scales"].copy_(torch.maximum(t["scales"], t["searched"] / 100))
+        t["loss"].copy_(loss.detach())
 
-    def _dropping(self, probability: float) -> "_Dropping":
-        return _Dropping(self.quantizers, probability)
+    def _batch(self, t: Tensors) -> list[list[Tensor]]:
+        """This iteration's rows of what is cached."""
+        rows = t["order"].index_select(0, t["iteration"].view(1) % ORDERED)[0] if self.resident else None
+        lists = []
+        for name in BATCH:
+            stored = [tensor for key, tensor in t.items() if key.startswith(f"{name} ")]
+            lists.append(stored if rows is None else [s.index_select(0, rows) for s in stored])
+        return lists
 
-    def _rounding_penalty(self) -> Tensor:
+    def _learned_parts(self, t: Tensors) -> Tensors:
+        """Views of the joined tensors, shaped like what they stand for, as leaves for autograd."""
+        parts: Tensors = {}
+        for group, names in self.learned.items():
+            sizes = [self.shapes[n].numel() for n in names]
+            for name, part in zip(names, t[group].split(sizes), strict=True):
+                parts[name] = part.view(self.shapes[name]).detach().requires_grad_()
+        return parts
+
+    def _lower_precision(self) -> torch.autocast:
+        """Matrix products in bfloat16 on a GPU if asked for; what is learned stays in float32."""
+        device = self.cache.device.type
+        enabled = self.config.precision == "bf16" and device == "cuda"
+        return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+    @contextmanager
+    def _dropping(self, probability: float, seed: Tensor) -> Iterator[None]:
+        """QDrop inside the unit, for the length of a step."""
+        for number, quantizer in enumerate(self.quantizers.values()):
+            quantizer.dropping = (probability, mask_key(seed, number)) if probability > 0 else None
+        try:
+            yield
+        finally:
+            for quantizer in self.quantizers.values():
+                quantizer.dropping = None
+
+    def _rounding_penalty(self, t: Tensors, learned: Tensors) -> Tensor:
         """AdaRound's regulariser, 0 until the warm-up ends: sum of 1 - |2 h(V) - 1|^b."""
-        share = self.iteration / self.config.iters
+        share = t["iteration"] / t["iterations"]
         progress = ((share - self.config.warmup) / (1 - self.config.warmup)).clamp(0, 1)
         exponent = SHARPEST + (BLUNTEST - SHARPEST) * progress
         weight = self.config.rounding_weight * (share >= self.config.warmup)
-        undecided = [rounding_indecision(rounding, exponent) for rounding in self.roundings]
+        undecided = [rounding_indecision(learned[name], exponent) for name in self.learned["roundings"]]
         return weight * torch.stack(undecided).sum()
 
     def finish(self) -> bool:
         """Leave what was learned in the quantizers. False when it ran away: range search is kept instead."""
-        finite = all(bool(p.isfinite().all()) for p in self.parameters)
+        finite = all(bool(self.tensors[group].isfinite().all()) for group in self.learned)
         if not finite:
-            for layer in self.layers:
+            self.tensors["scales"].copy_(self.tensors["searched"])
+            for layer in self.layers.values():
                 layer.weight_quantizer.rounding = None
-        for quantizer, scale, searched in zip(self.quantizers, self.scales, self.searched, strict=True):
-            quantizer.scale = scale.detach() if finite else searched
-        self._graph = None
+        for quantizer in self.quantizers.values():
+            quantizer.scale = quantizer.scale.clone()
+        self._replay = None
         return finite
 
-
-class _Dropping:
-    """Sets QDrop's probability in the unit's activation quantizers for the length of a step."""
-
-    def __init__(self, quantizers: list, probability: float) -> None:
-        self.quantizers, self.probability = quantizers, probability
-
-    def __enter__(self) -> None:
-        for quantizer in self.quantizers:
-            quantizer.drop_probability = self.probability
-
-    def __exit__(self, *_: object) -> None:
-        for quantizer in self.quantizers:
-            quantizer.drop_probability = 0.0
+    def _hand_over(self, learned: Tensors) -> None:
+        for name, quantizer in self.quantizers.items():
+            quantizer.scale = learned[f"{name}scale"].detach()
+        for name, layer in self.layers.items():
+            layer.weight_quantizer.rounding = learned[f"{name}weight_quantizer.rounding"].detach()
 
 
-def _required(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
+def _adam(t: Tensors, group: str, gradient: Tensor, rate: Tensor) -> None:
+    """Adam's update of one joined tensor; `t["iteration"]` counts from 1 here."""
+    first, second = t[f"{group}.first"], t[f"{group}.second"]
+    first.lerp_(gradient, 1 - BETA1)
+    second.lerp_(gradient.square(), 1 - BETA2)
+    count = t["iteration"].float()
+    spread = (second / (1 - BETA2**count)).sqrt() + EPSILON
+    t[group].sub_(rate * (first / (1 - BETA1**count)) / spread)
+
+
+def _part(t: Tensors, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): tensor for name, tensor in t.items() if name.startswith(prefix)}
+
+
+def _order(count: int, batch: int) -> Tensor:
+    """Which images each iteration sees, (ORDERED, batch): all of them in a new order, again and again."""
+    batches = count // batch
+    epochs = -(-ORDERED // batches)
+    order = torch.stack([torch.randperm(count)[: batches * batch] for _ in range(epochs)])
+    return order.view(-1, batch)[:ORDERED].contiguous()

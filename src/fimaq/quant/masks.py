@@ -1,0 +1,52 @@
+"""Random masks for QDrop from a counter: the same key gives the same mask on every device, compiled or not.
+
+A hash of (key, position) takes the place of a generator. It keeps no state that a recorded CUDA graph would have
+to advance, a compiler can fuse it into whatever reads the mask, and a backward pass can make the mask again
+instead of loading it.
+"""
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B9 - 2**32
+"""2^32 divided by the golden ratio, as a signed integer: spreads consecutive numbers over all words."""
+
+
+def mixed(words: Tensor) -> Tensor:
+    """A bijection of 32-bit words in which every bit of the input changes half of the output's bits."""
+    words = (words ^ _shifted(words, 16)) * (0x85EBCA6B - 2**32)
+    words = (words ^ _shifted(words, 13)) * (0xC2B2AE35 - 2**32)
+    return words ^ _shifted(words, 16)
+
+
+def mask_key(seed: Tensor, number: int) -> Tensor:
+    """A key for the `number`-th mask that is made under one seed (an int32 scalar)."""
+    return mixed(seed + ((number * GOLDEN + 2**31) % 2**32 - 2**31))
+
+
+def random_mask(like: Tensor, probability: float, key: Tensor) -> Tensor:
+    """A boolean tensor shaped like `like`, each element true with `probability` (to 1/256).
+
+    `key`: int32 scalar. Each 32-bit word of the hash serves four elements.
+    """
+    threshold = round(probability * 256)
+    octets = _octets_by_element if like.is_cuda else _octets_by_word
+    return (octets(like.numel(), key) < threshold).view(like.shape)
+
+
+def _octets_by_word(count: int, key: Tensor) -> Tensor:
+    """Fewest operations: one hash for four octets. Integers in [0, 255], (count,)."""
+    words = torch.arange((count + 3) // 4, dtype=torch.int32, device=key.device)
+    return mixed(words + key).view(torch.uint8)[:count].to(torch.int32)
+
+
+def _octets_by_element(count: int, key: Tensor) -> Tensor:
+    """The same numbers element by element, which fuses into the kernel that reads them."""
+    position = torch.arange(count, dtype=torch.int32, device=key.device)
+    words = mixed((position >> 2) + key)
+    return (words >> ((position & 3) << 3)) & 255
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """A shift to the right that fills with zeros: PyTorch's own repeats the sign."""
+    return (words >> bits) & (2 ** (32 - bits) - 1)

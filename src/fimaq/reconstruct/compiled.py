@@ -1,0 +1,139 @@
+"""Running a function of named tensors many times: traced, compiled once for all units alike, replayed.
+
+A reconstruction step is a few hundred small operators, and on a GPU it is bound by their launches and by memory
+traffic. It is traced down to its operators (backward pass and optimisers included), compiled into fused kernels,
+and recorded as one CUDA graph. Two units whose traces read the same share one compilation; the
+compiler itself keeps its results on disk, so the next run starts at once.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+Tensors = dict[str, Tensor]
+Compiled = Callable[..., object]
+Results = tuple[Tensor, ...]
+
+WARM_UP = 3
+"""Calls before a CUDA graph is recorded: libraries set themselves up during them."""
+
+_compiled: dict[str, Compiled] = {}
+
+
+class Replay:
+    """Calls `function(tensors)`, which reads and updates these tensors where they are."""
+
+    def __init__(self, function: Callable[[Tensors], None], tensors: Tensors, compiled: bool) -> None:
+        self.function, self.tensors = function, tensors
+        self.on_gpu = any(t.is_cuda for t in tensors.values())
+        self.fused = compile_function(function, tensors) if compiled else None
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self.graph is None and self.on_gpu and self.calls == WARM_UP:
+            self.graph = self._record()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._run()
+            self.calls += 1
+
+    def _record(self) -> torch.cuda.CUDAGraph | None:
+        """A CUDA graph of one call, which is not carried out; None where the function cannot be recorded."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._run()
+        except Exception as error:  # a model may wait for the GPU in its forward, which no graph can hold
+            torch.cuda.synchronize()
+            warnings.warn(f"runs without a CUDA graph, and slower: {_first_line(error)}", stacklevel=2)
+            return None
+        return graph
+
+    def _run(self) -> None:
+        if self.fused is not None:
+            self.fused(*self.tensors.values())
+        else:
+            self.function(self.tensors)
+
+
+class Recorded:
+    """A function of tensors, replayed on a GPU for arguments shaped like the first; others run as they are.
+
+    What it returns stays valid until the next call.
+    """
+
+    def __init__(self, function: Callable[..., Results]) -> None:
+        self.function = function
+        self.replay: Replay | None = None
+        self.results: Results = ()
+
+    def __call__(self, *arguments: Tensor) -> Results:
+        if self.replay is None:
+            self.replay = Replay(self._run, {str(i): t.clone() for i, t in enumerate(arguments)}, compiled=False)
+        static = list(self.replay.tensors.values())
+        if not self.replay.on_gpu or [t.shape for t in static] != [t.shape for t in arguments]:
+            return self.function(*arguments)
+        torch._foreach_copy_(static, list(arguments))
+        self.replay()
+        return self.results
+
+    def _run(self, tensors: Tensors) -> None:
+        self.results = self.function(*tensors.values())
+
+
+def compile_function(function: Callable[[Tensors], None], tensors: Tensors) -> Compiled | None:
+    """The fused form of `function`, taking the values of `tensors`; None, with a warning, if there is none."""
+    try:
+        traced = trace(function, tensors)
+        key = _description(traced, tensors)
+        if key not in _compiled:
+            _compiled[key] = _compile(traced, tensors)
+        return _compiled[key]
+    except Exception as error:  # whatever the compiler stumbles over, the plain function works
+        warnings.warn(f"reconstruction runs uncompiled, and slower: {_first_line(error)}", stacklevel=2)
+        return None
+
+
+def trace(function: Callable[[Tensors], None], tensors: Tensors) -> GraphModule:
+    """All operators that `function` runs, as a graph over the values of `tensors`. Nothing is computed."""
+
+    def on_values(*values: Tensor) -> tuple[()]:
+        function(dict(zip(tensors, values, strict=True)))
+        return ()
+
+    return make_fx(on_values, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors.values())
+
+
+def _compile(traced: GraphModule, tensors: Tensors) -> Compiled:
+    """Fused kernels for a traced function. All shapes are fixed.
+
+    The compiler stores its results on disk only where it was told of an environment for symbolic shapes; an
+    empty one is enough.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    examples: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in tensors.values()]
+    with tracing(TracingContext(mode)):
+        return torch._inductor.compile(traced, examples)
+
+
+def _description(traced: GraphModule, tensors: Tensors) -> str:
+    """Equal for two traces that one compilation serves: same operators, same kinds of tensors."""
+    kinds = [f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device}" for t in tensors.values()]
+    # A tensor that is part of the graph, not an input, belongs to one unit alone.
+    constants = [str(id(traced)) for node in traced.graph.nodes if node.op == "get_attr"]
+    return "\n".join([traced.code, *kinds, *constants[:1]])
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -1,0 +1,64 @@
+"""A GPU, compiled or not, learns what a CPU learns: same seed, same batches, same masks, same losses."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fimaq
+from fimaq.data.demo import demo_calibration, demo_model
+from fimaq.quant.masks import mask_key, random_mask
+from fimaq.reconstruct.compiled import WARM_UP, Recorded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch sees no CUDA GPU"),
+]
+
+
+def losses(method: str, **settings: Any) -> list[float]:
+    """The first six losses of patch embedding and first block; from the fourth on a CUDA graph is replayed."""
+    given = {"bits": "w3a3", "iters": 20, "batch_size": 16, "precision": "fp32", **settings}
+    run = fimaq.quantize(demo_model(), demo_calibration(64), method=method, **given)
+    return [loss for unit in run.metrics["units"][:2] for _, loss in unit["losses"][:6]]
+
+
+@cache
+def losses_on_cpu(method: str) -> list[float]:
+    return losses(method, device="cpu")
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize("method", ["fima-q", "brecq"])
+def test_losses_on_a_gpu_are_those_on_a_cpu(method: str, compile: bool) -> None:
+    found = losses(method, device="cuda", compile=compile)
+    assert len(found) == 12
+    assert found == pytest.approx(losses_on_cpu(method), rel=1e-3)
+
+
+def test_activations_in_host_memory_give_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fimaq.reconstruct.cache.free_bytes", lambda device: 2**34 * (device.type == "cpu"))
+    found = losses("fima-q", device="cuda", compile=False)
+    assert found == pytest.approx(losses_on_cpu("fima-q"), rel=1e-3)
+
+
+def test_a_mask_on_a_gpu_is_the_one_on_a_cpu() -> None:
+    masks = []
+    for device in ("cpu", "cuda"):
+        key = mask_key(torch.tensor(-5, dtype=torch.int32, device=device), 3)
+        masks.append(random_mask(torch.zeros(37, 101, device=device), 0.3, key).cpu())
+    assert torch.equal(*masks)
+
+
+def test_a_recorded_function_follows_its_arguments() -> None:
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a @ b, a + 1
+
+    recorded = Recorded(function)
+    for rows in (4,) * (WARM_UP + 3) + (3, 4):  # before the recording, after it, and another shape in between
+        a, b = torch.randn(rows, 5, device="cuda"), torch.randn(5, 2, device="cuda")
+        torch.testing.assert_close(recorded(a, b), (a @ b, a + 1))
+    assert recorded.replay is not None
+    assert recorded.replay.graph is not None
