@@ -24,5 +24,5 @@ def test_vit_tiny_in_8_bits_answers_as_in_full_precision(shared: Path) -> None:
     assert "synset" in mapping.source
     assert result["images"] == 100
     assert 65 <= result["full_precision"]["top1"] <= 90
-    assert result["agreement"] >= 88
-    assert result["kl_divergence"] < 0.15
+    assert result["agreement"] >= 80
+    assert result["kl_divergence"] < 0.2

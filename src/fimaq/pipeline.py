@@ -116,7 +116,7 @@ def run_quantization(
         chain = UnitChain(model, structure, example)
         directory = None
         if out is not None:
-            same = ("settings", "model", "data", "preprocessing")
+            same = ("format", "settings", "model", "data", "preprocessing")
             directory = stack.enter_context(RunDirectory.create(out, description, resume, same))
             if directory.complete:
                 progress.note(f"{out} already holds this run, finished; nothing to do")

@@ -55,7 +55,7 @@ def quantize(
     ] = None,
     device: Annotated[str | None, typer.Option(help=f"auto, cpu or cuda. {_default('device')}")] = None,
     precision: Annotated[
-        str | None, typer.Option(help=f"fp32, or tf32 (faster on a GPU). {_default('precision')}")
+        str | None, typer.Option(help=f"fp32, tf32 or bf16 (faster on a GPU). {_default('precision')}")
     ] = None,
     seed: Annotated[int | None, typer.Option(help=f"Same seed, same bits. {_default('seed')}")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,

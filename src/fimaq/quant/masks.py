@@ -14,9 +14,12 @@ GOLDEN = 0x9E3779B9 - 2**32
 
 def mixed(words: Tensor) -> Tensor:
     """A bijection of 32-bit words in which every bit of the input changes half of the output's bits."""
-    words = (words ^ _shifted(words, 16)) * (0x85EBCA6B - 2**32)
-    words = (words ^ _shifted(words, 13)) * (0xC2B2AE35 - 2**32)
-    return words ^ _shifted(words, 16)
+    words = words ^ _shifted(words, 16)
+    words *= 0x85EBCA6B - 2**32
+    words ^= _shifted(words, 13)
+    words *= 0xC2B2AE35 - 2**32
+    words ^= _shifted(words, 16)
+    return words
 
 
 def mask_key(seed: Tensor, number: int) -> Tensor:
@@ -30,14 +33,16 @@ def random_mask(like: Tensor, probability: float, key: Tensor) -> Tensor:
     `key`: int32 scalar. Each 32-bit word of the hash serves four elements.
     """
     threshold = round(probability * 256)
+    if threshold == 0:
+        return torch.zeros_like(like, dtype=torch.bool)
     octets = _octets_by_element if like.is_cuda else _octets_by_word
-    return (octets(like.numel(), key) < threshold).view(like.shape)
+    return (octets(like.numel(), key) <= threshold - 1).view(like.shape)
 
 
 def _octets_by_word(count: int, key: Tensor) -> Tensor:
     """Fewest operations: one hash for four octets. Integers in [0, 255], (count,)."""
     words = torch.arange((count + 3) // 4, dtype=torch.int32, device=key.device)
-    return mixed(words + key).view(torch.uint8)[:count].to(torch.int32)
+    return mixed(words + key).view(torch.uint8)[:count]
 
 
 def _octets_by_element(count: int, key: Tensor) -> Tensor:
@@ -49,4 +54,6 @@ def _octets_by_element(count: int, key: Tensor) -> Tensor:
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
     """A shift to the right that fills with zeros: PyTorch's own repeats the sign."""
-    return (words >> bits) & (2 ** (32 - bits) - 1)
+    shifted = words >> bits
+    shifted &= 2 ** (32 - bits) - 1
+    return shifted

@@ -96,6 +96,9 @@ def compile_function(function: Callable[[Tensors], None], tensors: Tensors) -> C
     """The fused form of `function`, taking the values of `tensors`; None, with a warning, if there is none."""
     try:
         traced = trace(function, tensors)
+        if any(node.op == "get_attr" for node in traced.graph.nodes):
+            # A tensor that is part of the graph, not an input, belongs to one unit alone.
+            return _compile(traced, tensors)
         key = _description(traced, tensors)
         if key not in _compiled:
             _compiled[key] = _compile(traced, tensors)
@@ -130,9 +133,7 @@ def _compile(traced: GraphModule, tensors: Tensors) -> Compiled:
 def _description(traced: GraphModule, tensors: Tensors) -> str:
     """Equal for two traces that one compilation serves: same operators, same kinds of tensors."""
     kinds = [f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device}" for t in tensors.values()]
-    # A tensor that is part of the graph, not an input, belongs to one unit alone.
-    constants = [str(id(traced)) for node in traced.graph.nodes if node.op == "get_attr"]
-    return "\n".join([traced.code, *kinds, *constants[:1]])
+    return "\n".join([traced.code, *kinds])
 
 
 def _first_line(error: Exception) -> str:
