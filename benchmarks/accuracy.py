@@ -4,7 +4,8 @@
         --run "bits=w3a3 method=qdrop iters=700" --run "bits=w3a3 method=fima-q iters=700 rank=5" \
         --results results.jsonl
 
-Images are decoded once and stay on the device. A run that would not end before --seconds is not started.
+Images are decoded once and stay on the device. A run is not started if even the shortest so far would not end
+within --seconds.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Speed of reconstruction on one GPU: step, Fisher refresh, range search, whole run, memory, time by kernel.
+"""Speed of reconstruction on one GPU, for one unit: step, Fisher refresh, range search, memory, time by kernel.
 
     python benchmarks/speed.py deit_tiny_patch16_224 --rank 15 --iters 20000 --profile
 

@@ -1,0 +1,138 @@
+"""`fimaq.quantize`: the model given, repeatable results, methods and presets, bad input."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from demo_runs import SETTINGS, TINY, UNITS, equal, logits, quantize, tensors, timm_model
+from torch.utils.data import DataLoader, TensorDataset
+
+import fimaq
+from fimaq.config import METHODS
+from fimaq.data.demo import demo_calibration, demo_model
+from fimaq.errors import InputError
+from fimaq.quant.layers import quantized_products
+
+
+def test_the_given_model_is_left_untouched() -> None:
+    model = demo_model()
+    before, classes = tensors(model), [type(m) for m in model.modules()]
+    gradients = [p.requires_grad for p in model.parameters()]
+    run = quantize(model, method="rtn")
+    assert run.model is not model
+    assert equal(tensors(model), before)
+    assert [type(m) for m in model.modules()] == classes
+    assert [p.requires_grad for p in model.parameters()] == gradients
+
+
+def test_inplace_quantizes_the_given_object() -> None:
+    model = demo_model()
+    assert quantize(model, method="rtn", inplace=True).model is model
+
+
+def test_the_random_numbers_of_the_caller_are_left_alone() -> None:
+    model = demo_model()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    quantize(model, iters=2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_same_seed_gives_the_same_bits(finished: fimaq.Run) -> None:
+    torch.manual_seed(99)  # the caller's own seed must not matter
+    assert equal(tensors(quantize().model), tensors(finished.model))
+
+
+def test_recognising_a_timm_model_draws_no_random_numbers(tmp_path: Path) -> None:
+    model, images = timm_model(), torch.randn(8, 3, 32, 32)
+    settings = {**SETTINGS, "calib_size": 8, "batch_size": 8, "method": "rtn"}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    fimaq.quantize(model, images, out=tmp_path / "run", model_args=TINY, **settings)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_another_seed_gives_another_model(finished: fimaq.Run) -> None:
+    assert not equal(tensors(quantize(seed=1).model), tensors(finished.model))
+
+
+@pytest.mark.parametrize("source", ["dataset", "loader with labels", "more images than needed"])
+def test_every_way_to_hand_images_over_gives_the_same_result(finished: fimaq.Run, source: str) -> None:
+    images = demo_calibration(64)
+    labels = torch.zeros(64, dtype=torch.long)
+    given = {
+        "dataset": TensorDataset(images, labels),
+        "loader with labels": DataLoader(TensorDataset(images, labels), batch_size=24),
+        "more images than needed": demo_calibration(80),
+    }[source]
+    assert equal(tensors(quantize(images=given).model), tensors(finished.model))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_finite_logits(method: str) -> None:
+    run = quantize(method=method, iters=3)
+    assert logits(run.model).isfinite().all()
+    assert all(unit["finite"] for unit in run.metrics["units"])
+
+
+@pytest.mark.parametrize("preset", ["deploy", "released"])
+def test_every_preset_survives_storing(preset: str, tmp_path: Path) -> None:
+    run = quantize(preset=preset, method="rtn", out=tmp_path / "run")
+    assert torch.equal(logits(fimaq.load(tmp_path / "run", model=demo_model())), logits(run.model))
+
+
+@pytest.mark.parametrize(("preset", "rescaled"), [("deploy", {"1"}), ("released", set())])
+def test_the_deploy_preset_rescales_the_rows_of_every_softmax(
+    preset: str, rescaled: set[str], tmp_path: Path
+) -> None:
+    """Stored as well: `products.1` of each attention, the one that reads the softmax."""
+    quantize(preset=preset, method="rtn", out=tmp_path / "run")
+    products = dict(quantized_products(fimaq.load(tmp_path / "run", model=demo_model())))
+    assert len(products) == 2 * (UNITS - 2)
+    for name, product in products.items():
+        assert product.rescales_rows == (name.split(".")[-1] in rescaled), name
+
+
+def test_eight_bits_agree_with_full_precision() -> None:
+    run = quantize(bits="w8a8", method="rtn")
+    agreement = logits(run.model).argmax(1) == logits(demo_model()).argmax(1)
+    assert agreement.float().mean() >= 0.98
+
+
+def test_fewer_images_than_asked_for_are_refused() -> None:
+    with pytest.raises(InputError, match="64"):
+        quantize(images=demo_calibration(63))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_images_that_are_not_finite_are_refused(bad: float) -> None:
+    images = demo_calibration(64).clone()
+    images[40, 0, 3, 3] = bad
+    with pytest.raises(InputError, match="NaN or Inf"):
+        quantize(images=images)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name() -> None:
+    model = demo_model()
+    with torch.no_grad():
+        model.blocks[1].mlp.fc1.weight[0, 0] = float("nan")
+    with pytest.raises(InputError, match=r"blocks\.1\.mlp\.fc1\.weight"):
+        quantize(model)
+
+
+def test_images_without_a_batch_dimension_are_refused() -> None:
+    with pytest.raises(InputError, match=r"\(n, C, H, W\)"):
+        quantize(images=demo_calibration(64)[:, 0])
+
+
+def test_an_unknown_setting_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="itters"):
+        quantize(itters=5)
+
+
+def test_a_refused_run_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        quantize(bits="w9a9", out=tmp_path / "deep" / "run")
+    assert not (tmp_path / "deep").exists()
