@@ -5,7 +5,7 @@
         --results results.jsonl
 
 Images are decoded once and stay on the device. A run is not started if even the shortest so far would not end
-within --seconds.
+within --seconds. With --runs, each setting has its run directory there, and an interrupted queue can be continued.
 """
 
 import argparse
@@ -49,7 +49,9 @@ def main() -> None:
         settings = {key: _value(value) for key, value in (part.split("=", 1) for part in run.split())}
         start = time.monotonic()
         progress = Lines() if options.verbose else None
-        result = fimaq.quantize(model, calibration[: settings.pop("images", None)], progress=progress, **settings)
+        images = calibration[: settings.pop("images", None)]
+        kept = {"out": options.runs / run.replace(" ", "-"), "resume": True} if options.runs else {}
+        result = fimaq.quantize(model, images, progress=progress, **kept, **settings)
         seconds = time.monotonic() - start
         shortest = min(seconds, shortest or seconds)
         row = {
@@ -109,6 +111,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--run", action="append", default=[], help='settings, such as "bits=w4a4 method=qdrop"')
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--runs", type=Path, help="folder for run directories")
     parser.add_argument("--verbose", action="store_true")
     return parser.parse_args()
 

@@ -1,120 +1,168 @@
-"""Speed of reconstruction on one GPU, for one unit: step, Fisher refresh, range search, memory, time by kernel.
+"""Speed of reconstruction on one GPU: step, Fisher refresh, range search, whole run, memory, time by kernel.
 
-    python benchmarks/speed.py deit_tiny_patch16_224 --rank 15 --iters 20000 --profile
+    python benchmarks/speed.py                                # the table of docs/speed.md
+    python benchmarks/speed.py --profile --case "model=deit_tiny_patch16_224 precision=bf16"
+    python benchmarks/speed.py --case "model=vit_base_patch16_224 memory_budget=4GiB" --results speed.jsonl
 
-Weights and images are random: time does not depend on them. Every figure is of one process alone on the machine.
+Measured is one unit (`unit=3`, the third block); a whole run is computed from it: blocks times (search + steps +
+refreshes), where a refresh costs in proportion to the blocks behind the unit. Compilation is shown by itself, for
+it is paid once. Weights and images are random: time does not depend on them. Nothing else should use the GPU.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 
 from fimaq.calibrate.fold import fold_layer_norms
-from fimaq.calibrate.ranges import set_ranges
 from fimaq.config import Config
 from fimaq.models.prepare import prepare_model
 from fimaq.models.units import UnitChain
-from fimaq.pipeline import _numerics
-from fimaq.quant.layers import set_quantized
+from fimaq.pipeline import numerics
 from fimaq.reconstruct.algorithm import Reconstruction
 from fimaq.reconstruct.cache import ActivationCache
+from fimaq.reconstruct.memory import bounded
 from fimaq.reconstruct.step import ReconstructionStep
+
+CASES = [
+    f"model={model} precision={precision}"
+    for model in ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224")
+    for precision in ("tf32", "bf16")
+]
+DEFAULTS: dict[str, Any] = {"rank": 15, "iters": 20000, "bits": "w4a4", "images": 1024, "unit": 3, "img_size": 224}
+STEPS = 300
+KINDS = {
+    "matrix products": ("gemm", "cutlass", "nvjet", "cublas", "bmm", "_mm_", "splitk"),
+    "fused element-wise kernels and reductions": ("triton",),
+    "copies": ("memcpy", "memset"),
+}
 
 
 def main() -> None:
-    options = _parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", help='settings, such as "model=deit_tiny_patch16_224 rank=1"')
+    parser.add_argument("--profile", action="store_true", help="print the time of a step by kernel")
+    parser.add_argument("--results", type=Path, help="file that every row is appended to, as JSON")
+    options = parser.parse_args()
+    rows = []
+    for case in options.case or CASES:
+        given = dict(part.split("=", 1) for part in case.split())
+        settings = {key: given.pop(key, value) for key, value in DEFAULTS.items()}
+        row = {
+            "case": case,
+            "device": torch.cuda.get_device_name(),
+            **measure(options.profile, **settings, **given),
+        }
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        if options.results:
+            with options.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    columns = [key for key in rows[0] if key != "device"]
+    print("| " + " | ".join(columns) + " |\n" + "| --- " * len(columns) + "|")
+    for row in rows:
+        print("| " + " | ".join(str(row[key]) for key in columns) + " |")
+
+
+def measure(profile: bool, model: str, images: str, unit: str, img_size: str, **settings: Any) -> dict[str, Any]:
+    """Seconds, milliseconds per step, and GiB, of one unit of `model`."""
     device = torch.device("cuda")
-    config = Config.create(
-        bits=options.bits, preset=options.preset, method=options.method, rank=options.rank, iters=options.iters,
-        precision=options.precision, calib_size=options.images, batch_size=32,
-    )  # fmt: skip
-    with _numerics(config):
-        measured = measure(options, config, device)
-    row = {"model": options.model, **vars(options), "device": torch.cuda.get_device_name(), **measured}
-    print(json.dumps(row), flush=True)
+    config = Config.create(calib_size=int(images), device="cuda", **settings)
+    with numerics(config), bounded(device, config.memory_budget):
+        torch.manual_seed(0)
+        walk = _walk(model, int(images), int(img_size), config, device)
+        return _measure_unit(walk, int(unit), profile)
 
 
-def measure(options: argparse.Namespace, config: Config, device: torch.device) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = timm.create_model(options.model).to(device).eval()
-    images = torch.randn(options.images, 3, 224, 224)
+def _walk(model: str, count: int, img_size: int, config: Config, device: torch.device) -> Reconstruction:
+    built = timm.create_model(model, img_size=img_size).to(device).eval()
+    images = torch.randn(count, 3, img_size, img_size)
     example = images[:2].to(device)
-    structure = prepare_model(model, example, config.weight_bits, config.activation_bits, False)
-    chain = UnitChain(model, structure, example)
-    fold_layer_norms(model, example, lambda: (b.to(device) for b in images[:128].split(64)))
-    walk = Reconstruction(chain, images, config, ActivationCache(len(images), device))
-    for index in range(options.unit):
-        walk.cache_full_precision(index)
-        walk.advance(index)
-    unit = chain.units[options.unit]
-    walk.cache_full_precision(options.unit)
-    seconds: dict[str, Any] = {}
+    rescaled = config.preset == "deploy"
+    structure = prepare_model(
+        built, example, config.weight_bits, config.activation_bits, False, rescale_rows=rescaled
+    )
+    chain = UnitChain(built, structure, example)
+    fold_layer_norms(built, example, lambda: (b.to(device) for b in images[:128].split(64)))
+    return Reconstruction(chain, images, config, ActivationCache(count, device, budget=config.memory_budget))
 
-    def timed(name: str, function: Any) -> Any:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        result = function()
-        torch.cuda.synchronize()
-        seconds[name] = round(time.perf_counter() - began, 4)
-        return result
 
-    def repeat(count: int) -> None:
-        for _ in range(count):
-            step()
-
-    def search() -> None:
-        set_ranges(unit.module, lambda: walk._run_for_ranges(unit), config.preset)
-
-    timed("first range search of the unit", search)
-    timed("range search of the unit", search)
-    set_quantized(unit.module, True)
-    objective = walk._objective(options.unit)
+def _measure_unit(walk: Reconstruction, index: int, profile: bool) -> dict[str, Any]:
+    for earlier in range(index):
+        walk.cache_full_precision(earlier)
+        walk.advance(earlier)
+    unit, config, blocks = walk.chain.units[index], walk.config, len(walk.chain) - 2
+    walk.cache_full_precision(index)
+    first_search = timed(lambda: walk.search_ranges(unit))
+    walk.cache_full_precision(index)
+    search = timed(lambda: walk.search_ranges(unit))
+    objective = walk.objective(index)
     step = ReconstructionStep(unit, objective, config, walk.cache)
-    evaluate = walk._evaluation(options.unit)
-    timed("first refresh", lambda: walk._refresh(options.unit, objective, evaluate))
-    timed("refresh", lambda: walk._refresh(options.unit, objective, evaluate))
-    timed("compile and record", lambda: repeat(4))
-    timed("warm", lambda: repeat(50))
-    timed("steps", lambda: repeat(options.steps))
-    seconds["ms per step"] = round(1000 * seconds.pop("steps") / options.steps, 4)
-    seconds["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    if options.profile:
+    evaluate = walk.evaluation(index)
+    first_refresh = timed(lambda: walk.refresh(index, objective, evaluate))
+    refresh = timed(lambda: walk.refresh(index, objective, evaluate))
+    compiling = timed(lambda: [step() for _ in range(4)])
+    timed(lambda: [step() for _ in range(50)])
+    per_step = timed(lambda: [step() for _ in range(STEPS)]) / STEPS
+    # A suffix of half the blocks on average; the first refresh of a unit also records the graph.
+    mean_refresh = (first_refresh + (config.resolved_rank - 1) * refresh) / (blocks - index) * blocks / 2
+    per_unit = search + mean_refresh + per_step * config.iters
+    places = sorted({walk.cache.places[name] for name in ("raw inputs", "quantized inputs", "outputs")})
+    if profile:
         _profile(step)
-    return seconds
+    step.finish()
+    walk.cache.close()
+    return {
+        "ms per step": round(1000 * per_step, 3),
+        "refresh, s": round(refresh, 3),
+        "first refresh of a unit, s": round(first_refresh, 3),
+        "range search of a unit, s": round(search, 3),
+        "range search of the model, s": round(first_search + blocks * search, 2),
+        "compile and record, s": round(compiling, 1),
+        "whole run computed, min": round(blocks * per_unit / 60, 2),
+        "peak GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "images at a time": walk.sweep,
+        "cache": " and ".join(places),
+    }
 
 
-def _profile(step: ReconstructionStep) -> None:
+def timed(function: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _profile(step: ReconstructionStep, times: int = 20) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(20):
+        for _ in range(times):
             step()
         torch.cuda.synchronize()
-    rows = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in rows)
-    print(f"kernels per step {sum(e.count for e in rows) / 20:.0f}, busy {total / 20 / 1000:.3f} ms")
-    for event in rows[:40]:
-        print(f"{event.self_device_time_total / 20:8.1f} us  {event.count / 20:5.1f} x  {event.key[:110]}")
+    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in events)
+    print(f"kernels per step {sum(e.count for e in events) / times:.0f}, busy {total / times / 1000:.3f} ms")
+    for kind, share in _shares(events, total):
+        print(f"{100 * share:5.1f} %  {kind}")
+    for event in events[:30]:
+        print(f"{event.self_device_time_total / times:8.1f} us  {event.count / times:5.1f} x  {event.key[:110]}")
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--bits", default="w4a4")
-    parser.add_argument("--preset", default="deploy")
-    parser.add_argument("--method", default="fima-q")
-    parser.add_argument("--precision", default="tf32")
-    parser.add_argument("--rank", type=int, default=15)
-    parser.add_argument("--iters", type=int, default=20000)
-    parser.add_argument("--images", type=int, default=1024)
-    parser.add_argument("--unit", type=int, default=3, help="which unit is measured; 1 is the first block")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--profile", action="store_true", help="print the time of a step by kernel")
-    return parser.parse_args()
+def _shares(events: Any, total: float) -> Iterator[tuple[str, float]]:
+    """The share of time by kind of kernel."""
+    kinds: dict[str, float] = {}
+    for event in events:
+        name = event.key.lower()
+        kind = next((k for k, marks in KINDS.items() if any(mark in name for mark in marks)), "other kernels")
+        kinds[kind] = kinds.get(kind, 0.0) + event.self_device_time_total
+    yield from sorted(((kind, time / total) for kind, time in kinds.items()), key=lambda pair: -pair[1])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,20 @@ def test_a_batch_larger_than_the_calibration_set_is_refused():
         Config.create(batch_size=64, calib_size=16)
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 2**32), ("0.5 gib", 2**29), ("800MB", 8 * 10**8), ("2g", 2 * 10**9), ("4096", 4096), (4096, 4096)],
+)
+def test_an_amount_of_memory_is_read(text, size):
+    assert Config.create(memory_budget=text).memory_budget == size
+
+
+@pytest.mark.parametrize("text", ["much", "4 apples", "GiB", "-1GiB", "1.2.3GB", "0", 0])
+def test_an_impossible_amount_of_memory_is_refused(text):
+    with pytest.raises(InputError, match=r"^memory_budget: .*"):
+        Config.create(memory_budget=text)
+
+
 def test_an_unknown_setting_is_refused_with_the_known_ones():
     with pytest.raises(InputError, match=r"unknown setting 'iterations': known are .*\biters\b"):
         Config.create(iterations=100)

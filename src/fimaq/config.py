@@ -65,7 +65,19 @@ class Config(BaseModel):
     device: str = "auto"
     precision: Precision = "fp32"
     compile: bool | None = Field(None, description="fuse GPU kernels; None: from 1000 iterations on")
+    memory_budget: int | None = Field(None, gt=0, description="bytes, or text such as 4GiB; None: all there is")
     seed: int = Field(0, ge=0, lt=2**31)
+
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _sizes_have_units(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", value.strip().lower())
+        if match is None:
+            raise ValueError(f"{value!r} is not an amount of memory, such as 4GiB or 800MB")
+        number, prefix, binary = match.groups()
+        return int(float(number) * (1024 if binary else 1000) ** ["", *"kmgt"].index(prefix))
 
     @field_validator("bits")
     @classmethod

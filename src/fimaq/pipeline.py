@@ -27,14 +27,15 @@ from fimaq.models.build import build_architecture, check_finite
 from fimaq.models.prepare import Structure, apply_structure, prepare_model
 from fimaq.models.units import UnitChain
 from fimaq.progress import Silent
-from fimaq.reconstruct.algorithm import SWEEP, Reconstruction, UnitResult
+from fimaq.reconstruct.algorithm import Reconstruction, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
+from fimaq.reconstruct.memory import SWEEP, bounded
 from fimaq.version import __version__
 
 FORMAT = 2
-NOT_COMPARED = {"calib", "val", "val_size", "class_map", "weights", "crop_pct", "device"}
-"""Settings not compared on resume: what only evaluation reads, and those whose effect is compared instead (the
-contents behind paths, the resolved preprocessing)."""
+NOT_COMPARED = {"calib", "val", "val_size", "class_map", "weights", "crop_pct", "device", "memory_budget"}
+"""Settings not compared on resume: what only evaluation reads; those whose effect is compared instead (contents
+behind paths, the resolved preprocessing); the memory budget, to be changed by who ran out of memory."""
 
 
 @dataclass
@@ -99,7 +100,8 @@ def run_quantization(
     device = choose_device(config.device)
     check_finite(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_numerics(config))
+        stack.enter_context(numerics(config))
+        stack.enter_context(bounded(device, config.memory_budget))
         stack.enter_context(torch.random.fork_rng())
         description = _describe(model, config, preprocessing, fingerprint, len(images)) if out else {}
         # Before anything is written: a model that cannot be quantized must leave no folder behind.
@@ -145,7 +147,8 @@ def _quantize_units(
     model, example = chain.model, images[[0, -1]].to(device)
     for_ranges = images[: config.search_size]
     folded = fold_layer_norms(model, example, lambda: (b.to(device) for b in for_ranges.split(SWEEP)))
-    cache = ActivationCache(len(images), device, directory.path / "checkpoint" if directory else None)
+    folder = directory.path / "checkpoint" if directory else None
+    cache = ActivationCache(len(images), device, folder, config.memory_budget)
     progress.note(
         f"{len(chain)} units, {len(structure.layers)} layers, "
         f"{sum(n for n, _ in structure.products.values())} attention products, {len(folded)} LayerNorms folded"
@@ -264,7 +267,7 @@ def choose_device(name: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def _numerics(config: Config) -> Iterator[None]:
+def numerics(config: Config) -> Iterator[None]:
     """TF32 as the precision says, and convolutions that give the same bits every time."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark)
@@ -273,9 +276,11 @@ def _numerics(config: Config) -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        raise FimaqError(
-            f"out of GPU memory: {error}. A smaller --batch-size or --calib-size needs less"
-        ) from None
+        asked = f" within --memory-budget {config.memory_budget} bytes" if config.memory_budget else ""
+        advice = (
+            "a smaller --batch-size needs less" if asked else "--memory-budget, such as 4GiB, makes do with less"
+        )
+        raise FimaqError(f"out of GPU memory{asked}: {error}; {advice}. Finished units are kept") from None
     finally:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
 
@@ -341,5 +346,5 @@ def _sizes(state: dict[str, Tensor], model: nn.Module) -> dict[str, int]:
 
 def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.cuda.max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -44,6 +44,13 @@ def test_the_same_seed_gives_the_same_bits(finished: fimaq.Run) -> None:
     assert equal(tensors(quantize().model), tensors(finished.model))
 
 
+def test_a_memory_budget_moves_the_cache_and_changes_no_bit(finished: fimaq.Run) -> None:
+    run = quantize(memory_budget="100kB")
+    assert set(run.metrics["cache"].values()) == {"disk", "host memory"}
+    assert set(finished.metrics["cache"].values()) == {"host memory"}
+    assert equal(tensors(run.model), tensors(finished.model))
+
+
 def test_recognising_a_timm_model_draws_no_random_numbers(tmp_path: Path) -> None:
     model, images = timm_model(), torch.randn(8, 3, 32, 32)
     settings = {**SETTINGS, "calib_size": 8, "batch_size": 8, "method": "rtn"}

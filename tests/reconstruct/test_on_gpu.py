@@ -11,6 +11,7 @@ import fimaq
 from fimaq.data.demo import demo_calibration, demo_model
 from fimaq.quant.masks import mask_key, random_mask
 from fimaq.reconstruct.compiled import WARM_UP, Recorded
+from fimaq.reconstruct.prefetch import Prefetch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,10 +39,38 @@ def test_losses_on_a_gpu_are_those_on_a_cpu(method: str, compile: bool) -> None:
     assert found == pytest.approx(losses_on_cpu(method), rel=1e-3)
 
 
-def test_activations_in_host_memory_give_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fimaq.reconstruct.cache.free_bytes", lambda device: 2**34 * (device.type == "cpu"))
-    found = losses("fima-q", device="cuda", compile=False)
+@pytest.mark.parametrize("place", ["pinned host memory", "disk"])
+@pytest.mark.parametrize("compile", [False, True], ids=["uncompiled", "compiled"])
+def test_activations_elsewhere_give_the_same_losses(
+    place: str, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"cuda": 0, "cpu": 2**34 if place == "pinned host memory" else 0}
+    monkeypatch.setattr("fimaq.reconstruct.cache.free_bytes", lambda device: free[device.type])
+    found = losses("fima-q", device="cuda", compile=compile)
     assert found == pytest.approx(losses_on_cpu("fima-q"), rel=1e-3)
+
+
+def test_a_budget_is_kept_and_changes_no_losses() -> None:
+    budget = 64 * 2**20
+    given = {"bits": "w3a3", "iters": 20, "batch_size": 16, "precision": "fp32", "compile": False}
+    run = fimaq.quantize(demo_model(), demo_calibration(512), device="cuda", memory_budget=budget, **given)
+    free = fimaq.quantize(demo_model(), demo_calibration(512), device="cuda", **given)
+    assert run.metrics["peak_memory_bytes"] <= budget < free.metrics["peak_memory_bytes"]
+    assert "pinned host memory" in run.metrics["cache"].values()
+    first = [[unit["losses"][0][1] for unit in r.metrics["units"][:2]] for r in (run, free)]
+    assert first[0] == pytest.approx(first[1], rel=1e-3)
+
+
+def test_rows_are_fetched_while_the_batch_before_is_in_use() -> None:
+    stored = {"a": torch.randn(20, 3, 2).pin_memory(), "b": torch.arange(20)}  # pinned, and not
+    prefetch = Prefetch(stored, 4, torch.device("cuda"))
+    batches = torch.randint(0, 20, (50, 4)).tolist()
+    prefetch.fetch(batches[0])
+    for now, coming in zip(batches, [*batches[1:], batches[0]], strict=True):
+        prefetch.take()
+        prefetch.fetch(coming)
+        assert all(torch.equal(prefetch.batch[name].cpu(), tensor[now]) for name, tensor in stored.items())
+    prefetch.close()
 
 
 def test_a_mask_on_a_gpu_is_the_one_on_a_cpu() -> None:

@@ -57,6 +57,10 @@ def quantize(
     precision: Annotated[
         str | None, typer.Option(help=f"fp32, tf32 or bf16 (faster on a GPU). {_default('precision')}")
     ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(help="GPU memory to stay within, such as 4GiB. [default: no limit]"),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help=f"Same seed, same bits. {_default('seed')}")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,

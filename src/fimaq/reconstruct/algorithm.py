@@ -15,6 +15,7 @@ from fimaq.models.units import Unit, UnitChain
 from fimaq.quant.layers import quantized_layers, set_quantized
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Recorded
+from fimaq.reconstruct.memory import affordable_sweep
 from fimaq.reconstruct.objectives import (
     FisherLoss,
     MeanSquaredError,
@@ -23,8 +24,6 @@ from fimaq.reconstruct.objectives import (
 )
 from fimaq.reconstruct.step import ReconstructionStep
 
-SWEEP = 64
-"""Images at a time when a unit or a suffix is run over the calibration set."""
 REPORTS = 25
 
 Report = Callable[[int, float], None]
@@ -50,9 +49,10 @@ class Reconstruction:
         self.cache = cache
         self.device = cache.device
         self.count = len(images)
+        self.sweep = affordable_sweep(chain, images[:4].to(self.device), config.memory_budget)
         with torch.no_grad():
-            for start in range(0, self.count, SWEEP):
-                batch = images[start : start + SWEEP].to(self.device)
+            for start, stop in self._sweep():
+                batch = images[start:stop].to(self.device)
                 cache.write("teacher", start, [chain.model(batch)])
                 inputs = chain.first_inputs(batch)
                 cache.write("raw inputs", start, inputs)
@@ -62,20 +62,18 @@ class Reconstruction:
         """Algorithm 1 for one unit. Afterwards its weights are integers and its activations quantized."""
         unit = self.chain.units[index]
         self.cache_full_precision(index)
-        relative = self.config.method != "qdrop"
-        set_ranges(unit.module, lambda: self._run_for_ranges(unit), self.config.preset, relative)
-        set_quantized(unit.module, True)
+        self.search_ranges(unit)
         if self.config.method == "rtn":
             return self._harden(unit, [], True)
 
         torch.manual_seed(self.config.seed * 1009 + index)
-        objective = self._objective(index)
+        objective = self.objective(index)
         step = ReconstructionStep(unit, objective, self.config, self.cache)
-        evaluate, due = self._evaluation(index), _refresh_iterations(objective, self.config)
+        evaluate, due = self.evaluation(index), _refresh_iterations(objective, self.config)
         losses = []
         for iteration in range(self.config.iters):
             if iteration in due:
-                self._refresh(index, objective, evaluate)
+                self.refresh(index, objective, evaluate)
             step()
             if iteration % max(1, self.config.iters // REPORTS) == 0 or iteration == self.config.iters - 1:
                 losses.append((iteration, step.loss))
@@ -125,12 +123,17 @@ class Reconstruction:
     def _carried(self, index: int, prefix: str, start: int, stop: int) -> dict[int, list[Tensor]]:
         return {i: self.cache.rows(f"{prefix} output {i}", start, stop) for i in self.chain.units[index].carried}
 
-    @torch.no_grad()
-    def _run_for_ranges(self, unit: Unit) -> None:
-        for start, stop in self._sweep(self.config.search_size):
-            unit(self.cache.rows("raw inputs", start, stop))
+    def search_ranges(self, unit: Unit) -> None:
+        """Set all ranges of the unit, which is quantized from then on."""
 
-    def _objective(self, index: int) -> nn.Module:
+        def run() -> None:
+            for start, stop in self._sweep(self.config.search_size):
+                unit(self.cache.rows("raw inputs", start, stop))
+
+        set_ranges(unit.module, run, self.config.preset, relative=self.config.method != "qdrop")
+        set_quantized(unit.module, True)
+
+    def objective(self, index: int) -> nn.Module:
         """The method's loss for this unit; the head, having no suffix, gets the KL divergence itself."""
         method = self.config.method
         deltas, targets = self._first_deltas(index)
@@ -149,7 +152,7 @@ class Reconstruction:
         targets = flat(self.cache.rows("outputs", 0, stop))
         return flat(self.chain.units[index](self.cache.rows("quantized inputs", 0, stop))) - targets, targets
 
-    def _evaluation(self, index: int) -> Evaluation:
+    def evaluation(self, index: int) -> Evaluation:
         """KL gradients and perturbations of a sample; on a GPU recorded once for the unit and then replayed."""
         unit, suffix = self.chain.units[index], partial(self.chain.suffix, index)
 
@@ -166,7 +169,7 @@ class Reconstruction:
 
         return evaluate
 
-    def _refresh(self, index: int, objective: nn.Module, evaluate: Evaluation) -> None:
+    def refresh(self, index: int, objective: nn.Module, evaluate: Evaluation) -> None:
         """Collect one more averaged perturbation and KL gradient from the unit as it is now."""
         deltas, _ = self._first_deltas(index)
         one_by_one = isinstance(objective, SquaredGradient)
@@ -193,7 +196,7 @@ class Reconstruction:
 
     def _sweep(self, limit: int | None = None) -> Iterator[tuple[int, int]]:
         count = min(self.count, limit or self.count)
-        return ((start, min(start + SWEEP, count)) for start in range(0, count, SWEEP))
+        return ((start, min(start + self.sweep, count)) for start in range(0, count, self.sweep))
 
     @torch.no_grad()
     def _harden(self, unit: Unit, losses: list[tuple[int, float]], finite: bool) -> UnitResult:

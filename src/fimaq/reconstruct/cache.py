@@ -1,7 +1,7 @@
 """The activation cache: what a unit reads and should give, for all calibration images.
 
-Each tensor lives on the GPU while it fits there, else in pinned host memory, else in a file on disk that the
-operating system pages in; `places` says which. Rows come back on the compute device whatever the place.
+Each list of tensors lives on the GPU while it fits there, else in pinned host memory, else in a file on disk that
+the operating system pages in; `places` says which. Rows come back on the compute device whatever the place.
 """
 
 import tempfile
@@ -11,30 +11,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-GPU_SHARE = 0.6
-HOST_SHARE = 0.6
-"""Shares of the free memory the cache may take: the rest is for the unit at work and the suffix."""
+from fimaq.reconstruct.memory import CACHE_SHARE, free_bytes
 
-
-def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        return 4 * 2**30
-    return 4 * 2**30
+FREE_SHARE = 0.6
+"""Of the free memory in a place, the largest part that one list of tensors may take."""
 
 
 class ActivationCache:
-    """Named lists of tensors, each (images, ...). `folder` holds what fits nowhere else."""
+    """Named lists of tensors, each (images, ...).
 
-    def __init__(self, count: int, device: torch.device, folder: Path | None = None) -> None:
+    `folder` holds what fits nowhere else; `budget` bounds all memory of the compute device, in bytes.
+    """
+
+    def __init__(
+        self, count: int, device: torch.device, folder: Path | None = None, budget: int | None = None
+    ) -> None:
         self.count = count
         self.device = device
         self.folder = folder
+        self.limit = torch.inf if budget is None else CACHE_SHARE * budget
         self.places: dict[str, str] = {}
         self._tensors: dict[str, list[Tensor]] = {}
         self._files: dict[str, list[Path]] = {}
@@ -43,13 +38,13 @@ class ActivationCache:
         """Make room for one tensor (count, *shape) per shape, in place of what `name` held before."""
         self.drop(name)
         size = sum(self.count * shape.numel() for shape in shapes) * dtype.itemsize
-        if self.device.type == "cuda" and size < GPU_SHARE * free_bytes(self.device):
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self._fits("GPU", size):
             place = "GPU"
             tensors = [torch.empty(self.count, *s, dtype=dtype, device=self.device) for s in shapes]
-        elif size < HOST_SHARE * free_bytes(torch.device("cpu")):
-            pinned = self.device.type == "cuda"
-            place = "pinned host memory" if pinned else "host memory"
-            tensors = [torch.empty(self.count, *s, dtype=dtype, pin_memory=pinned) for s in shapes]
+        elif self._fits(host := "pinned host memory" if on_gpu else "host memory", size):
+            place = host
+            tensors = [torch.empty(self.count, *s, dtype=dtype, pin_memory=on_gpu) for s in shapes]
         else:
             place = "disk"
             tensors = [self._on_disk(name, s, dtype) for s in shapes]
@@ -71,10 +66,6 @@ class ActivationCache:
         """The tensors themselves, wherever they are; none for a name that was never written."""
         return self._tensors.get(name, [])
 
-    def gather(self, name: str, indices: Tensor) -> list[Tensor]:
-        """A copy of the rows at `indices` (on the host), on the compute device."""
-        return [t.index_select(0, indices.to(t.device)).to(self.device) for t in self.stored(name)]
-
     def rename(self, old: str, new: str) -> None:
         self.drop(new)
         for table in (self.places, self._tensors, self._files):
@@ -90,6 +81,13 @@ class ActivationCache:
     def close(self) -> None:
         for name in list(self._tensors):
             self.drop(name)
+
+    def _fits(self, place: str, size: int) -> bool:
+        """Whether `size` more bytes may be held there; pinned memory is the host's, which no budget bounds."""
+        held = sum(t.nbytes for n, tensors in self._tensors.items() for t in tensors if self.places[n] == place)
+        free = free_bytes(torch.device("cuda" if place == "GPU" else "cpu"))
+        within = place == "pinned host memory" or held + size <= self.limit
+        return within and size < FREE_SHARE * free
 
     def _on_disk(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         folder = self.folder or Path(tempfile.gettempdir())

@@ -22,6 +22,7 @@ from fimaq.quant.masks import GOLDEN, mask_key, mixed, random_mask
 from fimaq.quant.quantizers import rounding_indecision
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Replay
+from fimaq.reconstruct.prefetch import Prefetch
 
 SHARPEST, BLUNTEST = 20.0, 2.0
 """The exponent of the rounding penalty falls from the first to the second after the warm-up."""
@@ -72,7 +73,7 @@ class ReconstructionStep:
         # The unit itself goes on seeing what is learned.
         self._hand_over(self._learned_parts(self.tensors))
         self._replay: Replay | None = None
-        self.resident = True
+        self._prefetch: Prefetch | None = None
         self.steps = 0
 
     @property
@@ -84,29 +85,27 @@ class ReconstructionStep:
         if self._replay is None:
             self.tensors |= {f"objective.{n}": t for n, t in self.objective.named_buffers()}
             self.tensors |= self._cached()
+            self._fetch_next()
             compiled = self.cache.device.type == "cuda" and self.config.resolved_compile
             self._replay = Replay(self._step, self.tensors, compiled)
-        if not self.resident:
-            self._stage()
+        if self._prefetch is not None:
+            self._prefetch.take()
         self._replay()
         self.steps += 1
+        self._fetch_next()
 
     def _cached(self) -> Tensors:
-        """The cached tensors where they are, or, if they are not on the device, room for a batch of each."""
+        """The cached tensors where they are, or, for those that are not on the device, a batch of their rows."""
         stored = {f"{n} {i}": s for n in BATCH for i, s in enumerate(self.cache.stored(n))}
-        self.resident = all(s.device.type == self.cache.device.type for s in stored.values())
-        if self.resident:
-            return stored
-        size = self.config.batch_size
-        return {
-            n: torch.empty(size, *s.shape[1:], dtype=s.dtype, device=self.cache.device) for n, s in stored.items()
-        }
+        away = {n: s for n, s in stored.items() if s.device.type != self.cache.device.type}
+        if away:
+            self._prefetch = Prefetch(away, self.config.batch_size, self.cache.device)
+            stored |= self._prefetch.batch
+        return stored
 
-    def _stage(self) -> None:
-        """Fetch the rows of this iteration's batch to the device."""
-        for name in BATCH:
-            for i, rows in enumerate(self.cache.gather(name, self.order[self.steps % ORDERED])):
-                self.tensors[f"{name} {i}"].copy_(rows)
+    def _fetch_next(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.fetch(self.order[self.steps % ORDERED].tolist())
 
     def _step(self, t: Tensors) -> None:
         """Everything that happens in one iteration; `t` holds all it reads and writes."""
@@ -142,12 +141,10 @@ class ReconstructionStep:
 
     def _batch(self, t: Tensors) -> list[list[Tensor]]:
         """This iteration's rows of what is cached."""
-        rows = t["order"].index_select(0, t["iteration"].view(1) % ORDERED)[0] if self.resident else None
-        lists = []
-        for name in BATCH:
-            stored = [tensor for key, tensor in t.items() if key.startswith(f"{name} ")]
-            lists.append(stored if rows is None else [s.index_select(0, rows) for s in stored])
-        return lists
+        rows = t["order"].index_select(0, t["iteration"].view(1) % ORDERED)[0]
+        fetched = self._prefetch.batch if self._prefetch else {}
+        batch = {key: s if key in fetched else s.index_select(0, rows) for key, s in t.items() if _is_cached(key)}
+        return [[s for key, s in batch.items() if key.startswith(f"{name} ")] for name in BATCH]
 
     def _learned_parts(self, t: Tensors) -> Tensors:
         """Views of the joined tensors, shaped like what they stand for, as leaves for autograd."""
@@ -193,6 +190,8 @@ class ReconstructionStep:
                 layer.weight_quantizer.rounding = None
         for quantizer in self.quantizers.values():
             quantizer.scale = quantizer.scale.clone()
+        if self._prefetch is not None:
+            self._prefetch.close()
         self._replay = None
         return finite
 
@@ -211,6 +210,10 @@ def _adam(t: Tensors, group: str, gradient: Tensor, rate: Tensor) -> None:
     count = t["iteration"].float()
     spread = (second / (1 - BETA2**count)).sqrt() + EPSILON
     t[group].sub_(rate * (first / (1 - BETA1**count)) / spread)
+
+
+def _is_cached(key: str) -> bool:
+    return key.startswith(tuple(f"{name} " for name in BATCH))
 
 
 def _part(t: Tensors, prefix: str) -> Tensors:

@@ -1,0 +1,76 @@
+"""How much memory a run may take on its device, and how that is shared out between caches and work.
+
+Half of a budget is for cached activations; what does not fit there moves to the host or to disk. The other half is
+for the work itself, of which the longest suffix with its backward pass needs most: so few images go through it at
+a time that it fits. On a GPU the allocator enforces the budget, so that it holds whatever the model does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fimaq.fisher.divergence import kl_gradient
+from fimaq.models.units import UnitChain
+
+SWEEP = 64
+"""Images at a time when a unit or a suffix is run over the calibration set, if memory allows."""
+CACHE_SHARE = 0.5
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nothing uses at the moment."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return 4 * 2**30
+    return 4 * 2**30
+
+
+@contextmanager
+def bounded(device: torch.device, budget: int | None) -> Iterator[None]:
+    """On a GPU, keep what this process allocates within `budget` bytes; more is an out-of-memory error."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    if budget is None:
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> int:
+    """How many images at a time may run through the longest suffix and back: a power of two, at most SWEEP.
+
+    `images`: a few on the device, on which it is tried out. Without a budget, and on a CPU, always SWEEP: the sums
+    over images should not depend on what else happens to run on the machine.
+    """
+    if budget is None or not images.is_cuda:
+        return SWEEP
+
+    def gradients() -> None:
+        with torch.no_grad():
+            outputs, teacher = chain.units[0](chain.first_inputs(images)), chain.model(images)
+        kl_gradient(lambda z: chain.suffix(0, z, {}), outputs, teacher)
+
+    gradients()  # libraries take their own working memory on first use
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients()
+    needed = (torch.cuda.max_memory_allocated() - before) / len(images)
+    # Twice: once for what is recorded as a CUDA graph and kept, once for a last, shorter batch.
+    affordable = (1 - CACHE_SHARE) * (budget - before) / (2 * max(1.0, needed))
+    return min(SWEEP, 1 << max(0, int(affordable).bit_length() - 1))
