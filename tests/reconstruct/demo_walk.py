@@ -29,11 +29,12 @@ def configured(**settings: Any) -> Config:
 
 def walk(config: Config) -> Reconstruction:
     """The demo model, prepared and folded, at its first unit."""
-    model, images = demo_model(), demo_calibration(COUNT)
+    device = torch.device(config.device)
+    model, images = demo_model().to(device), demo_calibration(COUNT).to(device)
     structure = prepare_model(model, images[:2], config.weight_bits, config.activation_bits)
     chain = UnitChain(model, structure, images[:2])
     fold_layer_norms(model, images[:2], lambda: iter([images[:16]]))
-    return Reconstruction(chain, images, config, ActivationCache(COUNT, torch.device("cpu")))
+    return Reconstruction(chain, images, config, ActivationCache(COUNT, device))
 
 
 def demo_step(index: int = BLOCK, **settings: Any) -> ReconstructionStep:

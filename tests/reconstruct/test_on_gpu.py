@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from demo_walk import configured, walk
 from torch import Tensor
 
 import fimaq
 from fimaq.data.demo import demo_calibration, demo_model
+from fimaq.pipeline import numerics
 from fimaq.quant.masks import mask_key, random_mask
 from fimaq.reconstruct.compiled import WARM_UP, Recorded
 from fimaq.reconstruct.prefetch import Prefetch
@@ -19,11 +21,21 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def search_looks_at_as_much_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fimaq.calibrate.ranges.ROWS", {"cpu": 1024, "cuda": 1024})
+
+
 def losses(method: str, **settings: Any) -> list[float]:
     """The first six losses of patch embedding and first block; from the fourth on a CUDA graph is replayed."""
-    given = {"bits": "w3a3", "iters": 20, "batch_size": 16, "precision": "fp32", **settings}
-    run = fimaq.quantize(demo_model(), demo_calibration(64), method=method, **given)
-    return [loss for unit in run.metrics["units"][:2] for _, loss in unit["losses"][:6]]
+    config = configured(**{"method": method, "iters": 20, "precision": "fp32", **settings})
+    with numerics(config):
+        reconstruction = walk(config)
+        found = []
+        for index in (0, 1):
+            found += reconstruction.reconstruct(index, lambda iteration, loss: None).losses[:6]
+            reconstruction.advance(index)
+    return [loss for _, loss in found]
 
 
 @cache

@@ -58,4 +58,6 @@ def rank_one_loss(deltas: Tensor, u: Tensor) -> Tensor:
 
 def low_rank_loss(deltas: Tensor, left: Tensor, middle: Tensor, right: Tensor) -> Tensor:
     """L_rank-k = A B C for every sample, Eqs. (18, 19): A = deltas left^T, C = right deltas^T -> (n,)."""
-    return ((deltas @ left.T @ middle) * (deltas @ right.T)).sum(1)
+    first = deltas @ left.T
+    last = first if right is left else deltas @ right.T
+    return ((first @ middle) * last).sum(1)

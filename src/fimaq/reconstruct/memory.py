@@ -44,12 +44,13 @@ def bounded(device: torch.device, budget: int | None) -> Iterator[None]:
     if budget is None:
         yield
         return
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.get_device_properties(number).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), number)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, number)
 
 
 def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> int:

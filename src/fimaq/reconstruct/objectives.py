@@ -87,13 +87,15 @@ class FisherLoss(nn.Module):
         super().__init__()
         self.terms = _terms(config)
         self.averages: Averages = config.averages
-        rank = config.resolved_rank
+        # Rows of zeros change nothing. Up to a multiple of 16, products with them are aligned as GPUs like it, and all
+        # ranks up to 16 share one compiled step.
+        rows = -(-config.resolved_rank // 16) * 16
         self.collected = 0
-        self.directions = torch.zeros(rank, size, device=device)
-        self.ratios = torch.zeros(rank, dtype=torch.float64, device=device)
-        self.register_buffer("gradients", torch.zeros(rank, size, device=device))
-        self.register_buffer("perturbations", torch.zeros(rank, size, device=device))
-        self.register_buffer("inverse", torch.zeros(rank, rank, device=device))
+        self.directions = torch.zeros(rows, size, device=device)
+        self.ratios = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.register_buffer("gradients", torch.zeros(rows, size, device=device))
+        self.register_buffer("perturbations", torch.zeros(rows, size, device=device))
+        self.register_buffer("inverse", torch.zeros(rows, rows, device=device))
         self.register_buffer("diagonal", torch.zeros(size, device=device))
         self.register_buffer("direction", torch.zeros(size, device=device))
         self.register_buffer("normalisers", torch.ones(len(self.terms), device=device))
