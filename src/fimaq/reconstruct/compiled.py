@@ -26,8 +26,8 @@ WARM_UP = 3
 """Calls before a CUDA graph is recorded: libraries set themselves up during them."""
 
 ALIGNED = {"padding_stride_threshold": 64, "padding_alignment_bytes": 16}
-"""Rows of intermediate results start at multiples of 16 bytes. With an odd number of tokens (197 in most ViTs) they
-would not, and neither loads nor matrix products could be vectorised: 0.56 instead of 0.59 ms per step."""
+"""Rows of intermediate results start at multiples of 16 bytes. With an odd number of tokens (197 in most ViTs)
+they would not, and neither loads nor matrix products could be vectorised: 0.56 instead of 0.59 ms per step."""
 
 _compiled: dict[str, Compiled] = {}
 

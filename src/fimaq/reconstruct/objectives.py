@@ -87,7 +87,7 @@ class FisherLoss(nn.Module):
         super().__init__()
         self.terms = _terms(config)
         self.averages: Averages = config.averages
-        # Rows of zeros change nothing. Up to a multiple of 16, products with them are aligned as GPUs like it, and all
+        # Rows of zeros change nothing. With a multiple of 16 rows, products are aligned as GPUs like it, and all
         # ranks up to 16 share one compiled step.
         rows = -(-config.resolved_rank // 16) * 16
         self.collected = 0
