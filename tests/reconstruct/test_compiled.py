@@ -1,5 +1,7 @@
 """Traces of a step: they compute nothing, compute the same when run, and are shared by units of one shape."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -171,3 +173,27 @@ def test_a_compiled_step_learns_what_the_step_itself_learns() -> None:
         function(*fused.tensors.values())
         torch.testing.assert_close(fused.tensors, eager.tensors, rtol=1e-4, atol=1e-6)
     assert fused.tensors["iteration"] == 5
+
+
+def test_a_recording_ends_with_its_last_reference() -> None:
+    recorded = Recorded(lambda a: (a + 1,))
+    recorded(torch.zeros(2))
+    replay = weakref.ref(recorded.replay)
+    gc.disable()
+    try:
+        del recorded
+        assert replay() is None
+    finally:
+        gc.enable()
+
+
+def test_a_step_lets_go_of_its_recording_when_it_is_finished() -> None:
+    step = demo_step()
+    run(step, 1)
+    replay = weakref.ref(step._replay)
+    gc.disable()
+    try:
+        step.finish()
+        assert replay() is None
+    finally:
+        gc.enable()

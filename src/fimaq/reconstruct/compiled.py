@@ -80,20 +80,31 @@ class Recorded:
     def __init__(self, function: Callable[..., Results]) -> None:
         self.function = function
         self.replay: Replay | None = None
-        self.results: Results = ()
+        self.results: list[Tensor] = []
 
     def __call__(self, *arguments: Tensor) -> Results:
         if self.replay is None:
-            self.replay = Replay(self._run, {str(i): t.clone() for i, t in enumerate(arguments)}, compiled=False)
+            tensors = {str(i): t.clone() for i, t in enumerate(arguments)}
+            self.replay = Replay(_storing(self.function, self.results), tensors, compiled=False)
         static = list(self.replay.tensors.values())
         if not self.replay.on_gpu or [t.shape for t in static] != [t.shape for t in arguments]:
             return self.function(*arguments)
         torch._foreach_copy_(static, list(arguments))
         self.replay()
-        return self.results
+        return tuple(self.results)
 
-    def _run(self, tensors: Tensors) -> None:
-        self.results = self.function(*tensors.values())
+
+def _storing(function: Callable[..., Results], results: list[Tensor]) -> Callable[[Tensors], None]:
+    """`function`, with what it returns put into `results`.
+
+    It must not refer to its user: in a cycle of references, a recorded graph and its gigabytes would stay alive
+    until Python happens to look for cycles.
+    """
+
+    def run(tensors: Tensors) -> None:
+        results[:] = function(*tensors.values())
+
+    return run
 
 
 def compile_function(function: Callable[[Tensors], None], tensors: Tensors) -> Compiled | None:
