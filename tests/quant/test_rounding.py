@@ -143,9 +143,10 @@ def test_hardening_a_converged_layer_changes_nothing(kind):
     layer.quantized = True
     layer.weight_quantizer.start_learning(layer.weight)
     layer.weight_quantizer.rounding = 50 * torch.randn_like(layer.weight).sign()
-    soft = layer(x)
+    soft, soft_weight = layer(x), layer.effective_weight()
     layer.harden()
-    torch.testing.assert_close(layer(x), soft, rtol=0, atol=0)
+    assert torch.equal(layer.effective_weight(), soft_weight)
+    torch.testing.assert_close(layer(x), soft, rtol=1e-12, atol=1e-12)
 
 
 def test_hardening_counts_what_nearest_rounding_would_not_give():
@@ -164,7 +165,7 @@ def test_hardening_without_learning_keeps_nearest_rounding():
     layer.quantized = True
     before = layer(x)
     assert layer.harden() == 0
-    torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+    torch.testing.assert_close(layer(x), before, rtol=1e-12, atol=1e-12)
 
 
 def test_a_layer_that_is_off_is_the_full_precision_layer():

@@ -2,7 +2,8 @@
 
 A layer is converted in place by changing its class, so that a model's own code, which may read `weight` or
 `in_features` from its layers, goes on working. Each layer has two switches: `quantized` (off: the
-full-precision layer) and `hard` (on: `weight` already holds what the stored integers stand for).
+full-precision layer) and `hard` (on: `weight` already holds what the stored integers stand for). What is hard and
+not being learned is computed on the integers themselves, as a runtime does (`integer.py`).
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fimaq.quant.fake import dequantize, quantize
+from fimaq.quant.integer import exact_type
 from fimaq.quant.quantizers import ActivationQuantizer, WeightQuantizer
 
 
@@ -39,6 +41,20 @@ class QuantizedLayer(nn.Module):
 
     def effective_input(self, x: Tensor) -> Tensor:
         return self.input_quantizer(x) if self.quantized else x
+
+    def runs_on_integers(self, x: Tensor) -> bool:
+        return self.quantized and self.hard and not x.requires_grad
+
+    def steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole numbers for the input and the weight, in a type in which the sums of their products are exact."""
+        quantizer = self.weight_quantizer
+        terms = self.weight[0].numel()
+        exact = torch.promote_types(exact_type(terms, self.input_quantizer.levels, quantizer.levels), x.dtype)
+        return self.input_quantizer.steps(x).to(exact), self.codes.to(exact) - quantizer.zero_point.to(exact)
+
+    def scale_of_sums(self) -> Tensor:
+        """What one in a sum of products of steps stands for: (out,), or (..., out) with a scale per token."""
+        return self.input_quantizer.scale * self.weight_quantizer.scale.flatten()
 
     @torch.no_grad()
     def harden(self) -> int:
@@ -70,14 +86,20 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
         """`given_bias` replaces the layer's own: some models put their bias together themselves."""
         bias = given_bias[0] if given_bias else self.bias
-        return F.linear(self.effective_input(x), self.effective_weight(), bias)
+        if not self.runs_on_integers(x):
+            return F.linear(self.effective_input(x), self.effective_weight(), bias)
+        product = F.linear(*self.steps(x)).to(x.dtype) * self.scale_of_sums()
+        return product if bias is None else product + bias
 
 
 class QuantConv2d(QuantizedLayer, nn.Conv2d):
     """nn.Conv2d with quantized input (B, in, H, W) and weight (out, in / groups, kh, kw)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(self.effective_input(x), self.effective_weight(), self.bias)
+        if not self.runs_on_integers(x):
+            return self._conv_forward(self.effective_input(x), self.effective_weight(), self.bias)
+        product = self._conv_forward(*self.steps(x), None).to(x.dtype) * self.scale_of_sums().view(-1, 1, 1)
+        return product if self.bias is None else product + self.bias.view(-1, 1, 1)
 
 
 class QuantMatMul(nn.Module):
@@ -100,9 +122,19 @@ class QuantMatMul(nn.Module):
         if not self.quantized:
             return torch.matmul(left, right)
         if not self.rescales_rows:
-            return torch.matmul(self.left_quantizer(left), self.right_quantizer(right))
+            return self.product(left, right)
         largest = largest_of_rows(left)
-        return torch.matmul(self.left_quantizer(left / largest), self.right_quantizer(right)) * largest
+        return self.product(left / largest, right) * largest
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Of the quantized operands. A scale per summed token cannot be taken out of the sum: then in float."""
+        one, two = self.left_quantizer, self.right_quantizer
+        scale_per_term = two.scale.dim() > 1 and two.scale.shape[-2] > 1
+        if left.requires_grad or right.requires_grad or scale_per_term:
+            return torch.matmul(one(left), two(right))
+        exact = torch.promote_types(exact_type(left.shape[-1], one.levels, two.levels), left.dtype)
+        sums = torch.matmul(one.steps(left).to(exact), two.steps(right).to(exact))
+        return sums.to(left.dtype) * (one.scale * two.scale)
 
 
 def largest_of_rows(left: Tensor) -> Tensor:

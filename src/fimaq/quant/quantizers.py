@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.quant.fake import fake_quantize, learned_fake_quantize, quantize
+from fimaq.quant.integer import steps_of
 from fimaq.quant.masks import random_mask
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1
@@ -65,6 +66,10 @@ class ActivationQuantizer(Quantizer):
             return fake_quantize(x, self.scale, self.zero_point, self.levels)
         dropped = None if self.dropping is None else random_mask(x, *self.dropping)
         return learned_fake_quantize(x, self.scale, self.zero_point, self.highest, dropped)
+
+    def steps(self, x: Tensor) -> Tensor:
+        """The whole number of scales that quantized x is away from zero."""
+        return steps_of(x, self.scale, self.zero_point, self.levels)
 
 
 class WeightQuantizer(Quantizer):

@@ -1,0 +1,157 @@
+"""From a loaded run to a model whose quantized layers are made of the operators that runtimes execute in integer.
+
+Linear: quantize, multiply with weights (in, out) dequantized per column, add the bias. A convolution whose
+windows do not overlap (a patch embedding) is such a product of patches. Attention products: both sides are
+quantized, left to unsigned bytes and right to signed ones, the pair that processors multiply fastest.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fimaq.errors import InputError
+from fimaq.export.operators import convolve, multiply, quantize
+from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul, largest_of_rows
+from fimaq.quant.quantizers import ActivationQuantizer
+
+
+class IntegerActivation(nn.Module):
+    """One quantized activation: x (...) -> its 8-bit codes."""
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, quantizer: ActivationQuantizer, signed: bool) -> None:
+        super().__init__()
+        shift, kind = (128, torch.int8) if signed else (0, torch.uint8)
+        self.low, self.high = -shift, quantizer.levels - shift
+        self.register_buffer("scale", quantizer.scale.detach().clone().reshape(()))
+        self.register_buffer("zero_point", (quantizer.zero_point.detach().reshape(()) - shift).to(kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return quantize(x, self.scale, self.zero_point, self.low, self.high)
+
+    def times(self, codes: Tensor, right: "IntegerActivation | IntegerWeight", right_codes: Tensor) -> Tensor:
+        """The product of what codes of this activation (..., n, k) and those of `right` (..., k, m) stand for."""
+        return multiply(codes, self.scale, self.zero_point, right_codes, right.scale, right.zero_point)
+
+
+class IntegerWeight(nn.Module):
+    """A weight matrix (in, out) as signed integers with one scale and zero point per column."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, layer: QuantizedLayer) -> None:
+        super().__init__()
+        quantizer = layer.weight_quantizer
+        self.bits = 4 if quantizer.bits <= 4 else 8
+        shift = 2 ** (self.bits - 1)
+        codes = layer.codes.to(torch.int16).flatten(1).T.contiguous() - shift
+        self.register_buffer("codes", codes.to(torch.int8))
+        self.register_buffer("scale", quantizer.scale.detach().flatten().clone())
+        self.register_buffer("zero_point", (quantizer.zero_point.flatten() - shift).to(torch.int8))
+
+
+class IntegerLinear(QuantLinear):
+    """Input (..., in) -> (..., out)."""
+
+    def prepare(self) -> None:
+        self.input, self.integers = IntegerActivation(self.input_quantizer, signed=False), IntegerWeight(self)
+
+    def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
+        bias = given_bias[0] if given_bias else self.bias
+        # Matrices become a batch of one: runtimes join a plain product and its bias into one float operator.
+        product = self._product(x.unsqueeze(0)).squeeze(0) if x.dim() == 2 else self._product(x)
+        return product if bias is None else product + bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.input.times(self.input(x), self.integers, self.integers.codes)
+
+
+class IntegerPatches(QuantConv2d):
+    """A convolution whose windows lie side by side: (B, C, H, W) -> (B, out, H / height, W / width)."""
+
+    def prepare(self) -> None:
+        self.input, self.integers = IntegerActivation(self.input_quantizer, signed=False), IntegerWeight(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = self.kernel_size
+        codes = self.input(x).unflatten(3, (-1, width)).unflatten(2, (-1, height))
+        rows, columns = codes.shape[2], codes.shape[4]
+        patches = codes.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        product = self.input.times(patches, self.integers, self.integers.codes)
+        product = product if self.bias is None else product + self.bias
+        return product.transpose(1, 2).unflatten(2, (rows, columns))
+
+
+class IntegerConv2d(QuantConv2d):
+    """Any other convolution, on integers: weights minus their zero point may need two halves to fit into bytes."""
+
+    def prepare(self) -> None:
+        self.input = IntegerActivation(self.input_quantizer, signed=False)
+        quantizer = self.weight_quantizer
+        whole = self.codes.to(torch.int16) - quantizer.zero_point.to(torch.int16)
+        halves = [whole] if quantizer.bits < 8 else [whole // 2, whole - whole // 2]
+        self.halves = nn.ParameterList(nn.Parameter(half.to(torch.int8), requires_grad=False) for half in halves)
+        self.register_buffer("sum_scale", (self.input.scale * quantizer.scale).view(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes, zero_point = self.input(x), self.input.zero_point
+        padding = list(self._reversed_padding_repeated_twice)
+        shape = (list(self.stride), padding, list(self.dilation), self.groups)
+        sums = [convolve(codes, zero_point, half, *shape) for half in self.halves]
+        product = (sums[0] if len(sums) == 1 else sums[0] + sums[1]) * self.sum_scale
+        return product if self.bias is None else product + self.bias.view(-1, 1, 1)
+
+
+class IntegerMatMul(QuantMatMul):
+    """The product of two activations (..., n, k) and (..., k, m)."""
+
+    def prepare(self) -> None:
+        self.left = IntegerActivation(self.left_quantizer, signed=False)
+        self.right = IntegerActivation(self.right_quantizer, signed=True)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        if not self.rescales_rows:
+            return self._product(left, right)
+        largest = largest_of_rows(left)
+        return self._product(left / largest, right) * largest
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.left.times(self.left(left), self.right, self.right(right))
+
+
+IntegerForm = type[IntegerLinear] | type[IntegerPatches] | type[IntegerConv2d] | type[IntegerMatMul]
+
+
+def lower(model: nn.Module) -> nn.Module:
+    """The same model, in place, with every quantized layer turned into its integer form."""
+    for name, module in list(model.named_modules()):
+        form = _integer_form(module)
+        if form is not None:
+            _refuse_many_scales(name, module)
+            module.__class__ = form
+            module.prepare()
+    return model
+
+
+def _integer_form(module: nn.Module) -> IntegerForm | None:
+    if isinstance(module, QuantMatMul):
+        return IntegerMatMul
+    if isinstance(module, QuantLinear):
+        return IntegerLinear
+    if isinstance(module, QuantConv2d):
+        side_by_side = module.kernel_size == module.stride and not any(module._reversed_padding_repeated_twice)
+        plain = module.groups == 1 and set(module.dilation) == {1}
+        return IntegerPatches if side_by_side and plain else IntegerConv2d
+    return None
+
+
+def _refuse_many_scales(name: str, module: nn.Module) -> None:
+    scales = max(m.scale.numel() for m in module.children() if isinstance(m, ActivationQuantizer))
+    if scales > 1:
+        raise InputError(
+            f"{name} has {scales} scales for one activation, as preset released has them; integer runtimes take "
+            "one. Quantize with --preset deploy to export"
+        )
