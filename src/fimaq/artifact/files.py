@@ -31,7 +31,7 @@ def write_json(path: Path, obj: Any) -> None:
     """Write `obj` as indented JSON, atomically. Keys keep their order; `json_ready` says what is accepted."""
     # Non-ASCII characters are escaped, so that a path that is not valid Unicode survives as well.
     text = json.dumps(json_ready(obj), indent=2, allow_nan=False)
-    _write_atomically(path, (text + "\n").encode("ascii"))
+    write_bytes(path, (text + "\n").encode("ascii"))
 
 
 def read_json(path: Path) -> Any:
@@ -75,7 +75,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         raise ValueError(f"metadata key {DIGEST_KEY!r} is reserved")
     separate = _separate_copies(tensors)
     digest = _content_digest(separate, metadata)
-    _write_atomically(path, save(separate, metadata={**metadata, DIGEST_KEY: digest}))
+    write_bytes(path, save(separate, metadata={**metadata, DIGEST_KEY: digest}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -135,7 +135,7 @@ def _content_digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) 
     return f"sha256:{digest.hexdigest()}"
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     """Write aside, force to disk, rename: a reader sees the earlier file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:

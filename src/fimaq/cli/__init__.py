@@ -38,11 +38,13 @@ def _options(
 
 def main() -> None:
     """Run the command line. Exit 0 done, 2 bad input, 1 failed, 130 interrupted (resumable)."""
-    from fimaq.cli import demo, evaluate, listing, quantize
+    from fimaq.cli import bench, demo, evaluate, export, listing, quantize
 
     app.command("demo")(demo.demo)
     app.command("quantize")(quantize.quantize)
     app.command("evaluate")(evaluate.evaluate)
+    app.command("export")(export.export)
+    app.command("bench")(bench.bench)
     app.command("list")(listing.listing)
     try:
         app()

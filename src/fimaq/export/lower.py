@@ -122,18 +122,59 @@ class IntegerMatMul(QuantMatMul):
         return self.left.times(self.left(left), self.right, self.right(right))
 
 
+class ConstantLayer(QuantLinear):
+    """A layer whose input is not the image's: a table of position biases, say. Its output is stored instead."""
+
+    output: Tensor
+
+    def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
+        return self.output
+
+
 IntegerForm = type[IntegerLinear] | type[IntegerPatches] | type[IntegerConv2d] | type[IntegerMatMul]
 
 
-def lower(model: nn.Module) -> nn.Module:
-    """The same model, in place, with every quantized layer turned into its integer form."""
+def lower(model: nn.Module, example: Tensor) -> nn.Module:
+    """The same model, in place, with every quantized layer turned into its integer form.
+
+    `example`: at least two images (n, C, H, W), to see what depends on the image.
+    """
+    constants = _constant_outputs(model, example)
     for name, module in list(model.named_modules()):
         form = _integer_form(module)
-        if form is not None:
+        if module in constants:
+            module.__class__ = ConstantLayer
+            module.register_buffer("output", constants[module])
+        elif form is not None:
             _refuse_many_scales(name, module)
             module.__class__ = form
             module.prepare()
     return model
+
+
+def count_products(lowered: nn.Module) -> int:
+    """How many products of integers one forward pass makes."""
+    kinds = (IntegerLinear, IntegerPatches, IntegerMatMul)
+    whole = sum(isinstance(module, kinds) for module in lowered.modules())
+    return whole + sum(len(m.halves) for m in lowered.modules() if isinstance(m, IntegerConv2d))
+
+
+@torch.no_grad()
+def _constant_outputs(model: nn.Module, example: Tensor) -> dict[nn.Module, Tensor]:
+    """Linear layers that give the same for one image, another, and two of them; and what they give."""
+    seen: dict[nn.Module, list[Tensor]] = {}
+    hooks = [
+        module.register_forward_hook(lambda m, _, output: seen.setdefault(m, []).append(output))
+        for module in model.modules()
+        if isinstance(module, QuantLinear)
+    ]
+    try:
+        for images in (example[:1], torch.zeros_like(example[:1]), example[:2]):
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {m: found[0] for m, found in seen.items() if all(torch.equal(found[0], other) for other in found)}
 
 
 def _integer_form(module: nn.Module) -> IntegerForm | None:

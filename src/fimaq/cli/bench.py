@@ -1,0 +1,56 @@
+"""fimaq bench RUN"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def bench(
+    run: Annotated[Path, typer.Argument(help="A run directory that was exported.")],
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the runtime.")] = 2,
+    repeats: Annotated[int, typer.Option(min=4, help="Timed turns for each batch size.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Latency, throughput, size and memory: full precision beside quantized, taking turns in one process.
+
+    Example: `fimaq bench runs/deit-tiny --threads 2`
+    """
+    from fimaq.cli.export import require_packages
+    from fimaq.progress import for_terminal
+
+    require_packages()
+    from fimaq.export.bench import bench_run
+
+    with for_terminal() as progress:
+        result = bench_run(run, threads, repeats, progress)
+    if as_json:
+        json.dump(result, sys.stdout)
+        sys.stdout.write("\n")
+    else:
+        _print_table(result)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column in ("", "full precision", "quantized", "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in result["times"]:
+        cells = []
+        for name in ("full_precision", "quantized"):
+            low, high = row[name]["quartiles_ms"]
+            cells.append(f"{row[name]['median_ms']:.1f} ms ({low:.1f} to {high:.1f})")
+        table.add_row(f"batch {row['batch']}", *cells, f"{row['speedup']:.2f}x faster")
+    for name, key in (("file", "bytes"), ("peak memory, batch 16", "peak_memory_bytes")):
+        full, quantized = (result[key][which] for which in ("full_precision", "quantized"))
+        table.add_row(
+            name, f"{full / 1e6:.1f} MB", f"{quantized / 1e6:.1f} MB", f"{full / quantized:.2f}x smaller"
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{result['runtime']}, {result['threads']} threads; median and quartiles")

@@ -1,0 +1,86 @@
+"""fimaq export RUN --format onnx"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A finished run directory, made with preset deploy.")],
+    format: Annotated[str, typer.Option(help="onnx: QDQ form, integer in onnxruntime.")] = "onnx",
+    out: Annotated[Path | None, typer.Option(help="File to write. [default: RUN/model.onnx]")] = None,
+    calib: Annotated[
+        Path | None, typer.Option(help="Calibration images, if they moved since the run; to verify on.")
+    ] = None,
+    verify: Annotated[Path | None, typer.Option(help="Further images to verify on; no labels needed.")] = None,
+    verify_size: Annotated[int, typer.Option(min=1, help="Images of each kind to verify on.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Write a file that an integer runtime executes, and verify it against the run.
+
+    Example: `fimaq export runs/deit-tiny --format onnx --verify imagenet/val`
+    """
+    from fimaq.progress import for_terminal
+
+    with for_terminal() as progress:
+        record = _export(run, format, out, calib, verify, verify_size, progress)
+    if as_json:
+        json.dump(record, sys.stdout)
+        sys.stdout.write("\n")
+        return
+    found = record["verification"]
+    target = out or run / "model.onnx"
+    typer.echo(f"{target}: {record['bytes'] / 1e6:.2f} MB, opset {record['opset']}")
+    typer.echo(f"{found['integer_products']} of {record['quantized_products']} quantized products run in integer")
+    for name, compared in found["agreement"].items():
+        typer.echo(
+            f"same top-1 as the run on {compared['same_top1']} of {compared['images']} images ({name}), "
+            f"mean logit error {compared['mean_logit_error']:.2g} of {compared['mean_logit_size']:.2g}"
+        )
+
+
+def require_packages() -> None:
+    """An error that says what to install, where the extra was not."""
+    from fimaq.errors import FimaqError
+
+    try:
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise FimaqError(f"this needs more packages ({error}): pip install 'fimaq[export]'") from None
+
+
+def _export(
+    run: Path, format: str, out: Path | None, calib: Path | None, further: Path | None, size: int, progress: Any
+) -> dict[str, Any]:
+    from fimaq.errors import InputError
+
+    if format != "onnx":
+        raise InputError(f"format {format!r} is not known; accepted is onnx")
+    require_packages()
+    from fimaq.artifact.run_directory import RunDirectory
+    from fimaq.data import Preprocessing, build_transform, load_calibration
+    from fimaq.data.folder import list_images
+    from fimaq.export.deliver import export_run
+
+    config = RunDirectory.open_existing(run).config
+    if config.get("preprocessing") is None:
+        raise InputError(f"{run} was made without image preprocessing; export it in Python")
+    transform = build_transform(Preprocessing.from_dict(config["preprocessing"]))
+    given = calib or (Path(config["given"]["calib"]) if config["given"].get("calib") else None)
+    folders = {"calibration": given, "verify": further}
+    images = {}
+    for name, folder in folders.items():
+        if folder is None or (name == "calibration" and calib is None and not folder.is_dir()):
+            continue
+        count = min(size, len(list_images(folder)))
+        progress.note(f"reading {count} images from {folder}")
+        images[name] = load_calibration(folder, count, transform, config["settings"]["seed"]).images
+    if not images:
+        raise InputError(
+            f"the run's calibration images ({given}) are not there to verify on; give --calib or --verify DIR"
+        )
+    return export_run(run, images, out, progress=progress)

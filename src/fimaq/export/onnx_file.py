@@ -1,0 +1,113 @@
+"""A lowered model as ONNX in QDQ form: integers with DequantizeLinear in front of every product."""
+
+import contextlib
+import io
+import warnings
+from typing import Any
+
+import ml_dtypes
+import onnx_ir as ir
+import onnxscript
+import torch
+from torch import Tensor, nn
+
+from fimaq.export.layout import move_bytes_not_floats
+from fimaq.export.lower import IntegerWeight
+
+OPSET = 21
+INPUT, OUTPUT = "images", "logits"
+
+op: Any = onnxscript.opset21
+
+
+def onnx_model(lowered: nn.Module, example: Tensor) -> ir.Model:
+    """`example`: images (2, C, H, W). The number of images is left open; their size is the example's."""
+    model = translate(lowered, example)
+    move_bytes_not_floats(model.graph)
+    for name, module in lowered.named_modules():
+        if isinstance(module, IntegerWeight) and module.bits == 4:
+            _pack(model.graph, f"{name}.codes")
+    return model
+
+
+def translate(model: nn.Module, example: Tensor) -> ir.Model:
+    """Any model as an ONNX graph, as PyTorch's exporter writes it."""
+    batch = torch.export.Dim("batch", min=1, max=2**16)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(model, (example,), dynamic_shapes=({0: batch},), strict=False)
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            custom_translation_table=TRANSLATIONS,
+            optimize=True,
+            verbose=False,
+        )
+    assert exported is not None
+    return exported.model
+
+
+def _quantize(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
+    codes = op.QuantizeLinear(x, scale, zero_point)
+    if high - low == 255:
+        return codes
+    limits = [op.CastLike(op.Constant(value_int=limit), zero_point) for limit in (low, high)]
+    return op.Clip(codes, *limits)
+
+
+def _multiply(
+    left: Any, left_scale: Any, left_zero_point: Any, right: Any, right_scale: Any, right_zero_point: Any
+) -> Any:
+    columns = {"axis": 1} if len(right_scale.shape) else {}
+    return op.MatMul(
+        op.DequantizeLinear(left, left_scale, left_zero_point),
+        op.DequantizeLinear(right, right_scale, right_zero_point, **columns),
+    )
+
+
+def _convolve(
+    codes: Any,
+    zero_point: Any,
+    weight: Any,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Any:
+    left, right, top, bottom = padding
+    sums = op.ConvInteger(
+        codes,
+        weight,
+        zero_point,
+        strides=stride,
+        pads=[top, left, bottom, right],
+        dilations=dilation,
+        group=groups,
+    )
+    return op.Cast(sums, to=ir.DataType.FLOAT)
+
+
+TRANSLATIONS: dict[Any, Any] = {
+    torch.ops.fimaq.quantize.default: _quantize,
+    torch.ops.fimaq.multiply.default: _multiply,
+    torch.ops.fimaq.convolve.default: _convolve,
+}
+
+
+def _pack(graph: ir.Graph, name: str) -> None:
+    """Store a weight's codes as 4-bit integers, which a runtime widens to 8 bits when it loads the file."""
+    codes = graph.initializers.pop(name)
+    assert codes.const_value is not None
+    packed = ir.Value(
+        name=f"{name}_int4",
+        const_value=ir.tensor(codes.const_value.numpy().astype(ml_dtypes.int4), name=f"{name}_int4"),
+    )
+    graph.register_initializer(packed)
+    widen = ir.node("Cast", [packed], {"to": ir.DataType.INT8}, name=f"{name}_widened")
+    widen.outputs[0].name = name
+    widen.outputs[0].type, widen.outputs[0].shape = codes.type, codes.shape
+    graph.insert_before(graph[0], widen)
+    codes.replace_all_uses_with(widen.outputs[0])

@@ -1,0 +1,80 @@
+"""Whether an exported file does what the run's own model does, and does it in integers."""
+
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+from fimaq.export.onnx_file import INPUT
+
+WANTED_AGREEMENT = 0.99
+BATCH = 32
+INTEGER = {"MatMulIntegerToFloat", "MatMulInteger", "QLinearMatMul", "QGemm", "ConvInteger", "QLinearConv"}
+FLOAT = {"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "MatMulNBits", "Attention"}
+"""Operators of onnxruntime's optimised graph that multiply matrices, by what they multiply."""
+
+
+def open_session(
+    path: Path, threads: int = 0, optimised: Path | None = None, profile: str | None = None
+) -> onnxruntime.InferenceSession:
+    """A session on the CPU; `optimised`: where to store the graph as the runtime executes it."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    if optimised is not None:
+        options.optimized_model_filepath = str(optimised)
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, profile
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def verify(path: Path, model: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Counts of integer and float products as executed; for each set of images, how far file and model agree."""
+    with tempfile.TemporaryDirectory() as folder:
+        optimised = Path(folder) / "optimised.onnx"
+        session = open_session(path, optimised=optimised)
+        kinds = Counter(node.op_type for node in onnx.load(str(optimised)).graph.node)
+    return {
+        "integer_products": sum(kinds[kind] for kind in INTEGER),
+        "float_products": {kind: kinds[kind] for kind in sorted(FLOAT) if kinds[kind]},
+        "nodes": dict(kinds.most_common()),
+        "agreement": {name: _compare(session, model, given) for name, given in images.items()},
+    }
+
+
+@torch.no_grad()
+def _compare(session: onnxruntime.InferenceSession, model: nn.Module, images: Tensor) -> dict[str, Any]:
+    batches = images.split(BATCH)
+    own = torch.cat([model(batch) for batch in batches])
+    file = torch.cat([torch.from_numpy(session.run(None, {INPUT: batch.numpy()})[0]) for batch in batches])
+    errors = (own - file).abs()
+    return {
+        "images": len(images),
+        "same_top1": int((own.argmax(1) == file.argmax(1)).sum()),
+        "largest_logit_error": round(errors.max().item(), 6),
+        "mean_logit_error": round(errors.mean().item(), 6),
+        "mean_logit_size": round(own.abs().mean().item(), 6),
+    }
+
+
+def shortcomings(found: dict[str, Any], products: int, floats_expected: bool) -> list[str]:
+    """Why the file is not good; empty if it is. `products`: how many the run computes on integers."""
+    faults = []
+    if found["integer_products"] < products:
+        faults.append(f"{found['integer_products']} of {products} quantized products run in integer")
+    if found["float_products"] and not floats_expected:
+        faults.append(f"products in float: {found['float_products']}")
+    for name, compared in found["agreement"].items():
+        count, same = compared["images"], compared["same_top1"]
+        # Two standard errors less than what is wanted, so that a handful of images does not refuse a good file.
+        spread = 2 * math.sqrt(WANTED_AGREEMENT * (1 - WANTED_AGREEMENT) * count)
+        if same < WANTED_AGREEMENT * count - spread:
+            faults.append(f"same top-1 as the run on {same} of {count} images ({name})")
+    return faults
