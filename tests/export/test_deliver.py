@@ -88,7 +88,8 @@ def test_scales_per_token_are_refused_with_the_preset_to_use(tmp_path: Path) -> 
 def test_a_file_that_disagrees_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = quantized(tmp_path)
     before = snapshot(run)
-    monkeypatch.setattr(verify, "_compare", lambda *_: {"images": 100, "same_top1": 90})
+    disagreeing = {"images": 100, "same_top1": 90, "same_top1_of_the_run_with_itself": 100}
+    monkeypatch.setattr(verify, "_compare", lambda *_: disagreeing)
     with pytest.raises(FimaqError, match=r"not kept: same top-1 as the run on 90 of 100 images \(test\)"):
         export_run(run, {"test": demo_test()[0][:4]}, model=demo_model())
     assert snapshot(run) == before
@@ -124,3 +125,12 @@ def test_nothing_to_verify_on_is_an_error(exported: Path) -> None:
 def test_a_place_that_cannot_be_written_is_refused(exported: Path, tmp_path: Path, out: str) -> None:
     with pytest.raises(InputError, match="give --out a file in a folder that exists"):
         export_run(exported, {"test": demo_test()[0][:4]}, out=tmp_path / out, model=demo_model())
+
+
+@pytest.mark.parametrize(
+    ("same", "of_the_run", "good"), [(990, 1000, True), (940, 1000, False), (940, 950, True), (800, 950, False)]
+)
+def test_a_file_should_agree_as_often_as_the_run_with_itself(same: int, of_the_run: int, good: bool) -> None:
+    compared = {"images": 1000, "same_top1": same, "same_top1_of_the_run_with_itself": of_the_run}
+    found = {"integer_products": 3, "float_products": {}, "agreement": {"test": compared}}
+    assert (verify.shortcomings(found, 3, floats_expected=False) == []) is good

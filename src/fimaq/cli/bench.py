@@ -47,10 +47,9 @@ def _print_table(result: dict[str, Any]) -> None:
             cells.append(f"{row[name]['median_ms']:.1f} ms ({low:.1f} to {high:.1f})")
         table.add_row(f"batch {row['batch']}", *cells, f"{row['speedup']:.2f}x faster")
     for name, key in (("file", "bytes"), ("peak memory, batch 16", "peak_memory_bytes")):
-        full, quantized = (result[key][which] for which in ("full_precision", "quantized"))
-        table.add_row(
-            name, f"{full / 1e6:.1f} MB", f"{quantized / 1e6:.1f} MB", f"{full / quantized:.2f}x smaller"
-        )
+        if result[key]:
+            full, quantized = (result[key][which] / 1e6 for which in ("full_precision", "quantized"))
+            table.add_row(name, f"{full:.1f} MB", f"{quantized:.1f} MB", f"{full / quantized:.2f}x smaller")
     console = Console(highlight=False)
     console.print(table)
     console.print(f"{result['runtime']}, {result['threads']} threads; median and quartiles")

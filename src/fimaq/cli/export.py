@@ -37,8 +37,8 @@ def export(
     typer.echo(f"{found['integer_products']} of {record['quantized_products']} quantized products run in integer")
     for name, compared in found["agreement"].items():
         typer.echo(
-            f"same top-1 as the run on {compared['same_top1']} of {compared['images']} images ({name}), "
-            f"mean logit error {compared['mean_logit_error']:.2g} of {compared['mean_logit_size']:.2g}"
+            f"same top-1 as the run on {compared['same_top1']} of {compared['images']} images ({name}); the run "
+            f"itself with last bits disturbed: {compared['same_top1_of_the_run_with_itself']}"
         )
 
 

@@ -24,15 +24,18 @@ from fimaq.progress import Silent
 LATENCY, THROUGHPUT = 1, 16
 """Batch sizes: one image as fast as possible, and many."""
 MEMORY_PROBE = """
-import json, resource, sys
+import json, sys
 import numpy, onnxruntime
+def largest_resident_size():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 path, threads, batch, shape = json.loads(sys.argv[1])
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads = threads
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = largest_resident_size()
 session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 session.run(None, {"images": numpy.zeros([batch, *shape], dtype=numpy.float32)})
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+print(largest_resident_size() - before)
 """
 
 
@@ -59,7 +62,8 @@ def bench_run(run: Path, threads: int, repeats: int, progress: Silent | None = N
         files = {"full_precision": full, "quantized": quantized}
         rows = [_interleaved(files, batch, shape, threads, repeats, progress) for batch in (LATENCY, THROUGHPUT)]
         sizes = {name: path.stat().st_size for name, path in files.items()}
-        memory = {name: _peak_memory(path, threads, shape) for name, path in files.items()}
+        has_proc = Path("/proc/self/status").exists()  # Linux only
+        memory = {name: _peak_memory(path, threads, shape) for name, path in files.items()} if has_proc else {}
     return {
         "runtime": f"onnxruntime {onnxruntime.__version__}",
         "threads": threads,

@@ -1,9 +1,17 @@
-"""Whether an exported file does what the run's own model does, and does it in integers."""
+"""Whether an exported file does what the run's own model does, and does it in integers.
+
+Products are exact on both sides, but every library rounds LayerNorm, softmax and GELU in its own way, in the last
+bit. A network of low-bit codes amplifies that: one value on the edge of two codes falls to the other side, and
+some layers later the whole image is rounded differently. How often this changes a prediction is a property of the
+network, and is measured: by the run's own model against itself with the last bits of its LayerNorms disturbed. A
+file should agree with the run on 99 % of the images, or as often as the run agrees with itself.
+"""
 
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +36,8 @@ def open_session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    # Threads that spin while they wait take the processor from whoever works: on 2 cores that doubles all times.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if optimised is not None:
         options.optimized_model_filepath = str(optimised)
     if profile is not None:
@@ -54,14 +64,37 @@ def _compare(session: onnxruntime.InferenceSession, model: nn.Module, images: Te
     batches = images.split(BATCH)
     own = torch.cat([model(batch) for batch in batches])
     file = torch.cat([torch.from_numpy(session.run(None, {INPUT: batch.numpy()})[0]) for batch in batches])
+    with _last_bits_disturbed(model):
+        itself = torch.cat([model(batch) for batch in batches])
     errors = (own - file).abs()
     return {
         "images": len(images),
         "same_top1": int((own.argmax(1) == file.argmax(1)).sum()),
+        "same_top1_of_the_run_with_itself": int((own.argmax(1) == itself.argmax(1)).sum()),
         "largest_logit_error": round(errors.max().item(), 6),
         "mean_logit_error": round(errors.mean().item(), 6),
+        "mean_logit_error_of_the_run_with_itself": round((own - itself).abs().mean().item(), 6),
         "mean_logit_size": round(own.abs().mean().item(), 6),
     }
+
+
+@contextmanager
+def _last_bits_disturbed(model: nn.Module) -> Iterator[None]:
+    """Every third output of LayerNorm and GELU moves to a neighbouring float, as it does in another library."""
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(_: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        direction = torch.randint(-1, 2, output.shape, generator=generator).to(output.dtype)
+        return torch.where(direction == 0, output, torch.nextafter(output, direction * torch.inf))
+
+    hooks = [m.register_forward_hook(disturb) for m in model.modules() if isinstance(m, (nn.LayerNorm, nn.GELU))]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def shortcomings(found: dict[str, Any], products: int, floats_expected: bool) -> list[str]:
@@ -73,8 +106,9 @@ def shortcomings(found: dict[str, Any], products: int, floats_expected: bool) ->
         faults.append(f"products in float: {found['float_products']}")
     for name, compared in found["agreement"].items():
         count, same = compared["images"], compared["same_top1"]
-        # Two standard errors less than what is wanted, so that a handful of images does not refuse a good file.
-        spread = 2 * math.sqrt(WANTED_AGREEMENT * (1 - WANTED_AGREEMENT) * count)
-        if same < WANTED_AGREEMENT * count - spread:
-            faults.append(f"same top-1 as the run on {same} of {count} images ({name})")
+        wanted = min(WANTED_AGREEMENT, compared["same_top1_of_the_run_with_itself"] / count)
+        # Three standard errors less than what is wanted, so that a handful of images does not refuse a good file.
+        spread = 3 * math.sqrt(max(0.01, wanted * (1 - wanted)) * count)
+        if same < wanted * count - spread:
+            faults.append(f"same top-1 as the run on {same} of {count} images ({name}), {wanted:.1%} are expected")
     return faults

@@ -1,0 +1,69 @@
+"""`fimaq export` and `fimaq bench`: from a finished run to a verified file and its speed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import World, fimaq
+
+
+@pytest.fixture(scope="module")
+def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("exported") / "run"
+    shutil.copytree(finished, run)
+    done = fimaq("export", run)
+    assert done.code == 0, done.err
+    assert "quantized products run in integer" in done.out
+    return run
+
+
+def test_export_as_json_is_what_is_stored(exported: Path, world: World) -> None:
+    done = fimaq("export", exported, "--verify", world.data / "val", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out) == json.loads((exported / "export.json").read_text())
+    assert set(json.loads(done.out)["verification"]["agreement"]) == {"calibration", "verify"}
+
+
+def test_bench_compares_with_full_precision(exported: Path) -> None:
+    done = fimaq("bench", exported, "--repeats", "4", "--threads", "1", "--json")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert [row["batch"] for row in result["times"]] == [1, 16]
+    assert all(row[name]["median_ms"] > 0 for row in result["times"] for name in ("full_precision", "quantized"))
+    assert result["bytes"]["quantized"] == (exported / "model.onnx").stat().st_size
+
+
+def test_bench_prints_a_table(exported: Path) -> None:
+    done = fimaq("bench", exported, "--repeats", "4", "--threads", "1")
+    assert done.code == 0, done.err
+    assert all(text in done.out for text in ("batch 1", "batch 16", "full precision", "file"))
+
+
+def test_a_run_that_was_not_exported_says_how(finished: Path) -> None:
+    done = fimaq("bench", finished)
+    assert done.code == 2
+    assert f"fimaq export {finished}" in done.err
+
+
+def test_an_unfinished_run_is_refused(unfinished: Path) -> None:
+    done = fimaq("export", unfinished)
+    assert done.code == 2
+    assert "incomplete" in done.err
+
+
+def test_an_unknown_format_is_refused(finished: Path) -> None:
+    done = fimaq("export", finished, "--format", "tflite")
+    assert done.code == 2
+    assert "'tflite' is not known; accepted is onnx" in done.err
+
+
+def test_images_that_moved_are_asked_for(exported: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(exported, run)
+    config = json.loads((run / "config.json").read_text())
+    config["given"]["calib"] = str(tmp_path / "moved")
+    (run / "config.json").write_text(json.dumps(config))
+    done = fimaq("export", run)
+    assert done.code == 2
+    assert "give --calib or --verify DIR" in done.err
