@@ -43,6 +43,7 @@ def export_run(
         raise InputError(f"{target} cannot be written: give --out a file in a folder that exists")
     if not any(len(given) for given in images.values()):
         raise InputError("an export is verified on images, and none were given: use --verify DIR")
+    stayed_float = directory.read_metrics().get("stayed_float", [])
     own = load(path, model)
     progress.note("translating to ONNX")
     first = next(given for given in images.values() if len(given))
@@ -55,8 +56,7 @@ def export_run(
     try:
         progress.note("verifying in onnxruntime")
         found = verify(aside, own, images)
-        floats = bool(directory.read_metrics().get("stayed_float"))
-        faults = shortcomings(found, products, floats)
+        faults = shortcomings(found, products, floats_expected=bool(stayed_float))
         if faults:
             raise FimaqError(f"the exported file is not good, and was not kept: {'; '.join(faults)}")
         aside.replace(target)
@@ -72,7 +72,7 @@ def export_run(
         "output": {"name": OUTPUT},
         "preprocessing": directory.config["preprocessing"],
         "quantized_products": products,
-        "stayed_float": directory.read_metrics().get("stayed_float", []),
+        "stayed_float": stayed_float,
         "verification": found,
         "versions": {
             "fimaq": __version__,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fimaq.errors import InputError
 from fimaq.export.operators import convolve, multiply, quantize
-from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul, largest_of_rows
+from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul
 from fimaq.quant.quantizers import ActivationQuantizer
 
 
@@ -53,34 +53,37 @@ class IntegerWeight(nn.Module):
         self.register_buffer("zero_point", (quantizer.zero_point.flatten() - shift).to(torch.int8))
 
 
-class IntegerLinear(QuantLinear):
-    """Input (..., in) -> (..., out)."""
+class _WithWeight(QuantizedLayer):
+    """What a Linear and a convolution of patches share: an activation on the left, a weight on the right."""
 
     def prepare(self) -> None:
         self.input, self.integers = IntegerActivation(self.input_quantizer, signed=False), IntegerWeight(self)
+
+    def product(self, codes: Tensor) -> Tensor:
+        """Codes of the input (..., n, in) times the weight: (..., n, out)."""
+        return self.input.times(codes, self.integers, self.integers.codes)
+
+
+class IntegerLinear(_WithWeight, QuantLinear):
+    """Input (..., in) -> (..., out)."""
 
     def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
         bias = given_bias[0] if given_bias else self.bias
         # Matrices become a batch of one: runtimes join a plain product and its bias into one float operator.
-        product = self._product(x.unsqueeze(0)).squeeze(0) if x.dim() == 2 else self._product(x)
+        codes = self.input(x)
+        product = self.product(codes.unsqueeze(0)).squeeze(0) if x.dim() == 2 else self.product(codes)
         return product if bias is None else product + bias
 
-    def _product(self, x: Tensor) -> Tensor:
-        return self.input.times(self.input(x), self.integers, self.integers.codes)
 
-
-class IntegerPatches(QuantConv2d):
+class IntegerPatches(_WithWeight, QuantConv2d):
     """A convolution whose windows lie side by side: (B, C, H, W) -> (B, out, H / height, W / width)."""
-
-    def prepare(self) -> None:
-        self.input, self.integers = IntegerActivation(self.input_quantizer, signed=False), IntegerWeight(self)
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = self.kernel_size
         codes = self.input(x).unflatten(3, (-1, width)).unflatten(2, (-1, height))
         rows, columns = codes.shape[2], codes.shape[4]
         patches = codes.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        product = self.input.times(patches, self.integers, self.integers.codes)
+        product = self.product(patches)
         product = product if self.bias is None else product + self.bias
         return product.transpose(1, 2).unflatten(2, (rows, columns))
 
@@ -112,13 +115,7 @@ class IntegerMatMul(QuantMatMul):
         self.left = IntegerActivation(self.left_quantizer, signed=False)
         self.right = IntegerActivation(self.right_quantizer, signed=True)
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        if not self.rescales_rows:
-            return self._product(left, right)
-        largest = largest_of_rows(left)
-        return self._product(left / largest, right) * largest
-
-    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
         return self.left.times(self.left(left), self.right, self.right(right))
 
 

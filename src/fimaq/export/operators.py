@@ -40,19 +40,11 @@ def multiply(
 
 
 @multiply.register_fake
-def _(
-    left: Tensor,
-    left_scale: Tensor,
-    left_zero_point: Tensor,
-    right: Tensor,
-    right_scale: Tensor,
-    right_zero_point: Tensor,
-) -> Tensor:
+def _(left: Tensor, _left_scale: Tensor, _left_zero_point: Tensor, right: Tensor, *_: Tensor) -> Tensor:
     return torch.matmul(left.float(), right.float())
 
 
-@torch.library.custom_op("fimaq::convolve", mutates_args=())
-def convolve(
+def _convolve(
     codes: Tensor,
     zero_point: Tensor,
     weight: Tensor,
@@ -65,20 +57,9 @@ def convolve(
 
     `padding`: left, right, top, bottom.
     """
-    return _convolved(codes, zero_point, weight, stride, padding, dilation, groups)
-
-
-def _convolved(
-    codes: Tensor,
-    zero_point: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
     whole = F.pad(codes.to(torch.float32) - zero_point.to(torch.float32), padding)
     return torch.conv2d(whole, weight.to(torch.float32), None, stride, 0, dilation, groups)
 
 
-convolve.register_fake(_convolved)
+convolve = torch.library.custom_op("fimaq::convolve", _convolve, mutates_args=())
+convolve.register_fake(_convolve)

@@ -85,7 +85,7 @@ class ActivationCache:
     def _fits(self, place: str, size: int) -> bool:
         """Whether `size` more bytes may be held there; pinned memory is the host's, which no budget bounds."""
         held = sum(t.nbytes for n, tensors in self._tensors.items() for t in tensors if self.places[n] == place)
-        free = free_bytes(torch.device("cuda" if place == "GPU" else "cpu"))
+        free = free_bytes(self.device if place == "GPU" else torch.device("cpu"))
         within = place == "pinned host memory" or held + size <= self.limit
         return within and size < FREE_SHARE * free
 
