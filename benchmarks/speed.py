@@ -10,6 +10,7 @@ it is paid once. Weights and images are random: time does not depend on them. No
 """
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch
 
 from fimaq.calibrate.fold import fold_layer_norms
 from fimaq.config import Config
+from fimaq.errors import FimaqError
 from fimaq.models.prepare import prepare_model
 from fimaq.models.units import UnitChain
 from fimaq.pipeline import numerics
@@ -53,11 +55,12 @@ def main() -> None:
     for case in options.case or CASES:
         given = dict(part.split("=", 1) for part in case.split())
         settings = {key: given.pop(key, value) for key, value in DEFAULTS.items()}
-        row = {
-            "case": case,
-            "device": torch.cuda.get_device_name(),
-            **measure(options.profile, **settings, **given),
-        }
+        row = {"case": case, "device": torch.cuda.get_device_name()}
+        try:
+            row |= measure(options.profile, **settings, **given)
+        except FimaqError as error:  # too small a budget should not end the table
+            print(case, error, flush=True)
+            continue
         print(json.dumps(row), flush=True)
         rows.append(row)
         if options.results:
@@ -73,6 +76,9 @@ def measure(profile: bool, model: str, images: str, unit: str, img_size: str, **
     """Seconds, milliseconds per step, and GiB, of one unit of `model`."""
     device = torch.device("cuda")
     config = Config.create(calib_size=int(images), device="cuda", **settings)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     with numerics(config), bounded(device, config.memory_budget):
         torch.manual_seed(0)
         walk = _walk(model, int(images), int(img_size), config, device)

@@ -19,6 +19,7 @@ from fimaq.accuracy import fidelity
 from fimaq.artifact.model_file import load_quantized_state, quantized_state
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.calibrate.fold import fold_layer_norms
+from fimaq.calibrate.massive import divide_massive_channels
 from fimaq.config import Config
 from fimaq.data.inputs import gather_images, tensor_fingerprint
 from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
@@ -145,14 +146,21 @@ def _quantize_units(
     """Reconstruct, or reload from the checkpoint, the units of a prepared model one by one."""
     began = time.monotonic()
     model, example = chain.model, images[[0, -1]].to(device)
-    for_ranges = images[: config.search_size]
-    folded = fold_layer_norms(model, example, lambda: (b.to(device) for b in for_ranges.split(SWEEP)))
+
+    def for_ranges() -> Iterator[Tensor]:
+        return (batch.to(device) for batch in images[: config.search_size].split(SWEEP))
+
+    folded = fold_layer_norms(model, example, for_ranges)
+    if config.preset == "deploy":
+        structure.divided.update(divide_massive_channels(model, for_ranges))
     folder = directory.path / "checkpoint" if directory else None
     cache = ActivationCache(len(images), device, folder, config.memory_budget)
     progress.note(
         f"{len(chain)} units, {len(structure.layers)} layers, "
         f"{sum(n for n, _ in structure.products.values())} attention products, {len(folded)} LayerNorms folded"
     )
+    for name, columns in structure.divided.items():
+        progress.note(f"{name}: massive channels get columns of their own: {columns}")
     for text in structure.stayed_float:
         progress.note(f"stays in float: {text}")
     try:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fimaq.calibrate import search
 from fimaq.calibrate.search import in_chunks, search_range, search_scale
+from fimaq.quant.fake import fake_quantize
 
 
 def _normal(*shape: int) -> Tensor:
@@ -130,3 +131,20 @@ def test_finer_groups_get_the_scale_they_need():
         grid = scale * torch.linspace(0.1, 2, 400, dtype=torch.float64)
         smallest = _error(row, grid, zero_point.expand(400), 15).min()
         assert _error(row, found[index][None], zero_point[None], 15) <= 1.1 * smallest
+
+
+@pytest.mark.parametrize("fixed", [0.0, 128.0, 100.0])
+def test_a_fixed_zero_point_stays_and_the_scale_is_the_best_for_it(fixed: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2000).abs() if fixed == 0 else torch.randn(2000)
+
+    def error_of(scale: Tensor, zero_point: Tensor) -> Tensor:
+        shape = (-1, 1)
+        return (fake_quantize(x, scale.view(shape), zero_point.view(shape), 255) - x).square().sum(1)
+
+    low, high = x.amin().clamp_max(0), x.amax()
+    scale, zero_point = search_range(low, high, 255, error_of, fixed)
+    assert zero_point == fixed
+    tried = torch.linspace(0.002, 0.06, 3000)
+    best = error_of(tried, torch.full_like(tried, fixed)).min()
+    assert error_of(scale[None], zero_point[None]) <= 1.1 * best

@@ -125,7 +125,7 @@ def test_only_what_does_not_fit_goes_to_disk(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_budget_bounds_what_is_held_in_memory(tmp_path: Path) -> None:
     each = COUNT * 10 * 4
-    cache = ActivationCache(COUNT, torch.device("cpu"), tmp_path, budget=5 * each)
+    cache = ActivationCache(COUNT, torch.device("cpu"), tmp_path, budget=7 * each)
     for name in ("one", "two", "three"):
         cache.write(name, 0, [torch.zeros(COUNT, 10)])
     cache.drop("one")

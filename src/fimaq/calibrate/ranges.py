@@ -26,8 +26,12 @@ SizeOf = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def set_ranges(unit: nn.Module, run: Callable[[], Any], preset: Preset, relative: bool = True) -> None:
+def set_ranges(
+    unit: nn.Module, run: Callable[[], Any], preset: Preset, relative: bool = True, keep_on_host: bool = False
+) -> None:
     """Search all ranges below `unit`. `run()` runs it in full precision on the calibration inputs.
+
+    What the layers saw waits for its turn on the device, or with `keep_on_host` in host memory.
 
     With `relative`, errors count relative to the size of each token's output. The next LayerNorm brings every
     token to the same length; and one token with a massive activation (ViTs have them) would otherwise claim the
@@ -36,22 +40,26 @@ def set_ranges(unit: nn.Module, run: Callable[[], Any], preset: Preset, relative
     """
     size_of = _softened_norm if relative else _ones
     per_token = preset == "released"
-    for module, inputs in _recorded_inputs(unit, run).items():
+    for module, recorded in _recorded_inputs(unit, run, keep_on_host).items():
+        device = next(module.buffers()).device
+        inputs = [tensor.to(device) for tensor in recorded]
         if isinstance(module, QuantMatMul):
             _set_product(module, inputs[0], inputs[1], per_token, size_of)
         else:
             assert isinstance(module, QuantizedLayer)
-            _set_input(module, inputs[0], per_token, size_of)
-            _set_weight(module, inputs[0], size_of)
+            x = module.columns(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
+            _set_input(module, x, per_token, size_of)
+            _set_weight(module, x, size_of, per_token)
 
 
-def _recorded_inputs(unit: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[Tensor]]:
+def _recorded_inputs(unit: nn.Module, run: Callable[[], Any], keep_on_host: bool) -> dict[nn.Module, list[Tensor]]:
     """Module -> its input tensors, over all calls of `run()`."""
     seen: dict[nn.Module, list[list[Tensor]]] = {}
 
     def record(module: nn.Module, args: Sequence[Any]) -> None:
         count = 2 if isinstance(module, QuantMatMul) else 1
-        seen.setdefault(module, []).append([a.detach() for a in args[:count]])
+        kept = [a.detach() for a in args[:count]]
+        seen.setdefault(module, []).append([a.cpu() for a in kept] if keep_on_host else kept)
 
     hooks = [
         m.register_forward_pre_hook(record) for m in unit.modules() if isinstance(m, (QuantizedLayer, QuantMatMul))
@@ -92,7 +100,7 @@ def _set_input(layer: QuantizedLayer, x: Tensor, per_token: bool, size_of: SizeO
         _set_token_scales(quantizer, groups, error_of, images.numel())
 
 
-def _set_weight(layer: QuantizedLayer, x: Tensor, size_of: SizeOf) -> None:
+def _set_weight(layer: QuantizedLayer, x: Tensor, size_of: SizeOf, per_token: bool) -> None:
     """Per-channel range of a weight: the output error is delta G delta^T with G the inputs' Gram matrix."""
     quantizer, input_quantizer = layer.weight_quantizer, layer.input_quantizer
     x = fake_quantize(x, input_quantizer.scale, input_quantizer.zero_point, input_quantizer.levels)
@@ -105,7 +113,8 @@ def _set_weight(layer: QuantizedLayer, x: Tensor, size_of: SizeOf) -> None:
         return ((delta @ gram) * delta).sum(-1)
 
     low, high = weight.amin(-1).clamp_max(0), weight.amax(-1).clamp_min(0)
-    scale, zero_point = search_range(low, high, quantizer.levels, in_chunks(error_of, weight.numel()))
+    fixed = None if per_token else _fixed_zero_point(quantizer.levels)
+    scale, zero_point = search_range(low, high, quantizer.levels, in_chunks(error_of, weight.numel()), fixed)
     shape = (-1, *[1] * (layer.weight.dim() - 1))
     quantizer.set_range(scale.reshape(shape), zero_point.reshape(shape))
 
@@ -140,8 +149,10 @@ def _set_product(product: QuantMatMul, left: Tensor, right: Tensor, per_token: b
     if product.rescales_rows:
         size = size / largest_of_rows(few_left)
         left, few_left = left / largest_of_rows(left), few_left / largest_of_rows(few_left)
-    _set_activation(product.left_quantizer, left, few_left, lambda d: d @ few_right / size, heads)
-    _set_activation(product.right_quantizer, right, few_right, lambda d: few_left @ d / size, heads)
+    levels = product.left_quantizer.levels
+    fixed = [None if per_token else _fixed_zero_point(levels, bool(t.min() >= 0)) for t in (left, right)]
+    _set_activation(product.left_quantizer, left, few_left, lambda d: d @ few_right / size, heads, fixed[0])
+    _set_activation(product.right_quantizer, right, few_right, lambda d: few_left @ d / size, heads, fixed[1])
     if not heads:
         return
 
@@ -196,6 +207,7 @@ def _set_activation(
     sample: Tensor,
     apply: Callable[[Tensor], Tensor],
     heads: tuple[int, ...],
+    fixed_zero_point: float | None = None,
 ) -> None:
     """Search one range per tensor (`heads` empty) or per head.
 
@@ -210,7 +222,19 @@ def _set_activation(
 
     low, high = x.amin(over).clamp_max(0).view(heads), x.amax(over).clamp_min(0).view(heads)
     size = max(sample.numel(), apply(sample[None]).numel())
-    quantizer.set_range(*search_range(low, high, quantizer.levels, in_chunks(error_of, size)))
+    found = search_range(low, high, quantizer.levels, in_chunks(error_of, size), fixed_zero_point)
+    quantizer.set_range(*found)
+
+
+def _fixed_zero_point(levels: int, never_negative: bool = False) -> float | None:
+    """For weights and operands of products: one that lets a runtime multiply without zero points, which is faster.
+
+    With 8 bits it must be in the middle, or zero where nothing is negative. With fewer, the whole numbers of steps
+    fit into a signed byte wherever zero is, and it can be searched.
+    """
+    if levels < 255:
+        return None
+    return 0.0 if never_negative else 128.0
 
 
 def _set_token_scales(

@@ -6,7 +6,7 @@ maps candidate scales and zero points (C, *groups) to errors (C, *groups); group
 weights and (), heads or tokens for activations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,20 +23,27 @@ CHUNK_ELEMENTS = 2**25
 """Largest intermediate of the search, in elements: bounds memory, and keeps a CPU inside its caches."""
 
 
-def search_range(low: Tensor, high: Tensor, levels: int, error_of: ErrorOf) -> tuple[Tensor, Tensor]:
-    """Best (scale, zero_point), each of the groups' shape. `low` <= 0 <= `high`: observed extremes (*groups)."""
-    widest = ((high - low) / levels).clamp_min(torch.finfo(low.dtype).tiny * 2**20)
-    center = (low + high) / 2
+def search_range(
+    low: Tensor, high: Tensor, levels: int, error_of: ErrorOf, fixed: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Best (scale, zero_point), each of the groups' shape. `low` <= 0 <= `high`: observed extremes (*groups).
+
+    With `fixed`, that is the zero point of all groups, and only the scale is searched.
+    """
     spacing = levels / (COARSE_ZERO_POINTS - 1)
-    shrink, fixed = _grid(
-        COARSE_SHRINK, [CENTRED, *(round(i * spacing) for i in range(COARSE_ZERO_POINTS))], widest
-    )
+    zero_points: list[float] = [CENTRED, *(round(i * spacing) for i in range(COARSE_ZERO_POINTS))]
+    near = {0, 1, round(spacing / 4), round(spacing / 2)}
+    widest = (high - low) / levels
+    if fixed is not None:
+        zero_points, near = [fixed], {0}
+        widest = torch.maximum(-low / max(fixed, 1), high / (levels - fixed))
+    widest = widest.clamp_min(torch.finfo(low.dtype).tiny * 2**20)
+    shrink, given = _grid(COARSE_SHRINK, zero_points, widest)
     scale = widest * shrink
-    centred = torch.round(levels / 2 - center / scale)
-    zero_point = torch.where(fixed == CENTRED, centred, fixed).clamp_(0, levels)
+    centred = torch.round(levels / 2 - (low + high) / 2 / scale)
+    zero_point = torch.where(given == CENTRED, centred, given).clamp_(0, levels)
     scale, zero_point = _best(scale, zero_point, error_of)
 
-    near = {0, 1, round(spacing / 4), round(spacing / 2)}
     shrink, shift = _grid(FINE_SHRINK, sorted(near | {-step for step in near}), widest)
     return _best(scale * shrink, (zero_point + shift).clamp_(0, levels), error_of)
 
@@ -56,13 +63,21 @@ def in_chunks(error_of: ErrorOf, elements: int) -> ErrorOf:
     at_once = max(1, CHUNK_ELEMENTS // max(1, elements))
 
     def chunked(scale: Tensor, zero_point: Tensor) -> Tensor:
-        parts = zip(scale.split(at_once), zero_point.split(at_once), strict=True)
-        return torch.cat([error_of(s, z) for s, z in parts])
+        nonlocal at_once
+        while True:
+            parts = zip(scale.split(at_once), zero_point.split(at_once), strict=True)
+            try:
+                return torch.cat([error_of(s, z) for s, z in parts])
+            except torch.cuda.OutOfMemoryError:
+                if at_once == 1:
+                    raise
+            at_once //= 2
+            torch.cuda.empty_cache()
 
     return chunked
 
 
-def _grid(shrinks: tuple[float, ...], shifts: list[int], like: Tensor) -> tuple[Tensor, Tensor]:
+def _grid(shrinks: tuple[float, ...], shifts: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:
     """All pairs of the two lists, as two tensors (C, 1, ...) that broadcast against (C, *groups)."""
     pairs = torch.cartesian_prod(
         torch.tensor(shrinks, dtype=like.dtype), torch.tensor(shifts, dtype=like.dtype)

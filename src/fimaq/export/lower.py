@@ -70,7 +70,7 @@ class IntegerLinear(_WithWeight, QuantLinear):
     def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
         bias = given_bias[0] if given_bias else self.bias
         # Matrices become a batch of one: runtimes join a plain product and its bias into one float operator.
-        codes = self.input(x)
+        codes = self.input(self.columns(x))
         product = self.product(codes.unsqueeze(0)).squeeze(0) if x.dim() == 2 else self.product(codes)
         return product if bias is None else product + bias
 

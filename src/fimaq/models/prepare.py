@@ -30,6 +30,7 @@ class Structure:
     products: dict[str, tuple[int, int]]  # name -> (how many, bits)
     stayed_float: list[str] = field(default_factory=list)
     rescaled: list[str] = field(default_factory=list)  # products whose rows are rescaled, see QuantMatMul
+    divided: dict[str, dict[int, int]] = field(default_factory=dict)  # layer -> channel -> its columns
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,6 +42,10 @@ class Structure:
             {name: (int(n), int(b)) for name, (n, b) in values["products"].items()},
             list(values["stayed_float"]),
             list(values["rescaled"]),
+            {
+                layer: {int(c): n for c, n in columns.items()}
+                for layer, columns in values.get("divided", {}).items()
+            },
         )
 
 
@@ -100,6 +105,8 @@ def apply_structure(model: nn.Module, structure: Structure) -> None:
         open_module(modules[name], count, bits)
         modules[name].products.to(device)  # type: ignore[union-attr]
     _rescale(model, structure.rescaled)
+    for name, columns in structure.divided.items():
+        modules[name].divide(columns)  # type: ignore[operator]
 
 
 def _rescale(model: nn.Module, names: list[str]) -> None:

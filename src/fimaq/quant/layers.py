@@ -27,12 +27,16 @@ class QuantizedLayer(nn.Module):
     weight_quantizer: WeightQuantizer
     quantized: bool
     hard: bool
+    channels: Tensor | None
+    shares: Tensor | None
 
     def _attach_quantizers(self, weight_bits: int, input_bits: int) -> None:
         self.input_quantizer = ActivationQuantizer(input_bits).to(self.weight.device)
         self.weight_quantizer = WeightQuantizer(weight_bits).to(self.weight.device)
         self.quantized = False
         self.hard = False
+        self.register_buffer("channels", None, persistent=False)
+        self.register_buffer("shares", None, persistent=False)
 
     def effective_weight(self) -> Tensor:
         if not self.quantized or self.hard:
@@ -81,11 +85,34 @@ class QuantizedLayer(nn.Module):
 
 
 class QuantLinear(QuantizedLayer, nn.Linear):
-    """nn.Linear with quantized input (..., in) and weight (out, in)."""
+    """nn.Linear with quantized input (..., in) and weight (out, in).
+
+    An input channel may be divided into several columns with equal shares of it (calibrate/massive.py): `in`
+    counts columns.
+    """
+
+    @torch.no_grad()
+    def divide(self, columns: dict[int, int]) -> None:
+        """Give input channels several columns each, instead of one: channel -> how many."""
+        added = [channel for channel, count in columns.items() for _ in range(count - 1)]
+        channels = torch.tensor([*range(self.in_features), *added], device=self.weight.device)
+        counts = torch.ones(self.in_features, device=self.weight.device, dtype=self.weight.dtype)
+        for channel, count in columns.items():
+            counts[channel] = count
+        self.channels, self.shares = channels, (1 / counts)[channels]
+        self.weight = nn.Parameter(self.weight[:, channels], requires_grad=False)
+        self.in_features = len(channels)
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Channels to columns: (..., channels) -> (..., in)."""
+        if self.channels is None or self.shares is None:
+            return x
+        return x.index_select(-1, self.channels) * self.shares
 
     def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
         """`given_bias` replaces the layer's own: some models put their bias together themselves."""
         bias = given_bias[0] if given_bias else self.bias
+        x = self.columns(x)
         if not self.runs_on_integers(x):
             return F.linear(self.effective_input(x), self.effective_weight(), bias)
         product = F.linear(*self.steps(x)).to(x.dtype) * self.scale_of_sums()
@@ -155,7 +182,7 @@ def convert_layer(layer: nn.Module, weight_bits: int, input_bits: int) -> None:
 def restore_layer(layer: nn.Module) -> None:
     """Undo `convert_layer` on a layer that was not hardened."""
     layer.__class__ = nn.Linear if isinstance(layer, QuantLinear) else nn.Conv2d
-    del layer.input_quantizer, layer.weight_quantizer, layer.quantized, layer.hard
+    del layer.input_quantizer, layer.weight_quantizer, layer.quantized, layer.hard, layer.channels, layer.shares
 
 
 def can_convert(layer: nn.Module) -> bool:

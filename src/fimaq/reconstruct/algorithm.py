@@ -130,7 +130,8 @@ class Reconstruction:
             for start, stop in self._sweep(self.config.search_size):
                 unit(self.cache.rows("raw inputs", start, stop))
 
-        set_ranges(unit.module, run, self.config.preset, relative=self.config.method != "qdrop")
+        relative, bounded = self.config.method != "qdrop", self.config.memory_budget is not None
+        set_ranges(unit.module, run, self.config.preset, relative, keep_on_host=bounded)
         set_quantized(unit.module, True)
 
     def objective(self, index: int) -> nn.Module:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fimaq.reconstruct.memory import CACHE_SHARE, free_bytes
+from fimaq.reconstruct.memory import SHARE, free_bytes
 
 FREE_SHARE = 0.6
 """Of the free memory in a place, the largest part that one list of tensors may take."""
@@ -29,7 +29,7 @@ class ActivationCache:
         self.count = count
         self.device = device
         self.folder = folder
-        self.limit = torch.inf if budget is None else CACHE_SHARE * budget
+        self.limit = torch.inf if budget is None else SHARE * budget
         self.places: dict[str, str] = {}
         self._tensors: dict[str, list[Tensor]] = {}
         self._files: dict[str, list[Path]] = {}

@@ -1,8 +1,9 @@
 """How much memory a run may take on its device, and how that is shared out between caches and work.
 
-Half of a budget is for cached activations; what does not fit there moves to the host or to disk. The other half is
-for the work itself, of which the longest suffix with its backward pass needs most: so few images go through it at
-a time that it fits. On a GPU the allocator enforces the budget, so that it holds whatever the model does.
+A third of a budget is for cached activations; what does not fit there moves to the host or to disk. Another third
+is for the longest suffix with its backward pass: so few images go through it at a time that it fits. The rest is
+for the step itself, whose size the batch decides, and for the libraries. On a GPU the allocator enforces the
+budget, so that it holds whatever the model does.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from fimaq.models.units import UnitChain
 
 SWEEP = 64
 """Images at a time when a unit or a suffix is run over the calibration set, if memory allows."""
-CACHE_SHARE = 0.5
+SHARE = 1 / 3
 
 
 def free_bytes(device: torch.device) -> int:
@@ -73,5 +74,5 @@ def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> in
     gradients()
     needed = (torch.cuda.max_memory_allocated() - before) / len(images)
     # Twice: once for what is recorded as a CUDA graph and kept, once for a last, shorter batch.
-    affordable = (1 - CACHE_SHARE) * (budget - before) / (2 * max(1.0, needed))
+    affordable = SHARE * (budget - before) / (2 * max(1.0, needed))
     return min(SWEEP, 1 << max(0, int(affordable).bit_length() - 1))
