@@ -14,7 +14,10 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(finished, run)
     done = fimaq("export", run)
     assert done.code == 0, done.err
-    assert "quantized products run in integer" in done.out
+    assert "quantized products run in integer in onnxruntime" in done.out
+    done = fimaq("export", run, "--format", "openvino")
+    assert done.code == 0, done.err
+    assert "quantized products run in integer in openvino" in done.out
     return run
 
 
@@ -29,9 +32,13 @@ def test_bench_compares_with_full_precision(exported: Path) -> None:
     done = fimaq("bench", exported, "--repeats", "4", "--threads", "1", "--json")
     assert done.code == 0, done.err
     result = json.loads(done.out)
-    assert [row["batch"] for row in result["times"]] == [1, 16]
-    assert all(row[name]["median_ms"] > 0 for row in result["times"] for name in ("full_precision", "quantized"))
-    assert result["bytes"]["quantized"] == (exported / "model.onnx").stat().st_size
+    assert result["runtimes"].keys() == {"onnxruntime", "openvino"}
+    for found in result["runtimes"].values():
+        assert [row["batch"] for row in found["times"]] == [1, 16]
+        assert all(row[n]["median_ms"] > 0 for row in found["times"] for n in ("full_precision", "quantized"))
+    sizes = {name: found["bytes"]["quantized"] for name, found in result["runtimes"].items()}
+    assert sizes["onnxruntime"] == (exported / "model.onnx").stat().st_size
+    assert sizes["openvino"] == sum((exported / name).stat().st_size for name in ("model.xml", "model.bin"))
 
 
 def test_bench_prints_a_table(exported: Path) -> None:
@@ -55,7 +62,7 @@ def test_an_unfinished_run_is_refused(unfinished: Path) -> None:
 def test_an_unknown_format_is_refused(finished: Path) -> None:
     done = fimaq("export", finished, "--format", "tflite")
     assert done.code == 2
-    assert "'tflite' is not known; accepted is onnx" in done.err
+    assert "'tflite' is not known; accepted are onnx, openvino" in done.err
 
 
 def test_images_that_moved_are_asked_for(exported: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fimaq.data.demo import demo_calibration, demo_model, demo_test
 from fimaq.errors import FimaqError, InputError
 from fimaq.export import deliver, verify
 from fimaq.export.deliver import export_run
+from fimaq.export.sessions import OnnxRuntimeSession
 
 
 def quantized(folder: Path, **settings: Any) -> Path:
@@ -97,8 +98,8 @@ def test_a_file_that_disagrees_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_with_products_in_float_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = quantized(tmp_path)
-    monkeypatch.setattr(verify, "INTEGER", {"QLinearMatMul"})
-    monkeypatch.setattr(verify, "FLOAT", {"MatMulIntegerToFloat"})
+    monkeypatch.setattr(OnnxRuntimeSession, "integer", ("QLinearMatMul",))
+    monkeypatch.setattr(OnnxRuntimeSession, "float", ("MatMulIntegerToFloat",))
     with pytest.raises(FimaqError, match=r"0 of \d+ quantized products run in integer; products in float"):
         export_run(run, {"test": demo_test()[0][:4]}, model=demo_model())
     assert not (run / "model.onnx").exists()

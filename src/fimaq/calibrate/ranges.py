@@ -40,7 +40,7 @@ def set_ranges(
     """
     size_of = _softened_norm if relative else _ones
     per_token = preset == "released"
-    for module, recorded in _recorded_inputs(unit, run, keep_on_host).items():
+    for module, recorded in recorded_inputs(unit, run, keep_on_host).items():
         device = next(module.buffers()).device
         inputs = [tensor.to(device) for tensor in recorded]
         if isinstance(module, QuantMatMul):
@@ -52,7 +52,9 @@ def set_ranges(
             _set_weight(module, x, size_of, per_token)
 
 
-def _recorded_inputs(unit: nn.Module, run: Callable[[], Any], keep_on_host: bool) -> dict[nn.Module, list[Tensor]]:
+def recorded_inputs(
+    unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False
+) -> dict[nn.Module, list[Tensor]]:
     """Module -> its input tensors, over all calls of `run()`."""
     seen: dict[nn.Module, list[list[Tensor]]] = {}
 

@@ -18,11 +18,8 @@ def bench(
 
     Example: `fimaq bench runs/deit-tiny --threads 2`
     """
-    from fimaq.cli.export import require_packages
-    from fimaq.progress import for_terminal
-
-    require_packages()
     from fimaq.export.bench import bench_run
+    from fimaq.progress import for_terminal
 
     with for_terminal() as progress:
         result = bench_run(run, threads, repeats, progress)
@@ -40,16 +37,18 @@ def _print_table(result: dict[str, Any]) -> None:
     table = Table(box=None)
     for column in ("", "full precision", "quantized", "ratio"):
         table.add_column(column, justify="left" if not column else "right")
-    for row in result["times"]:
-        cells = []
-        for name in ("full_precision", "quantized"):
-            low, high = row[name]["quartiles_ms"]
-            cells.append(f"{row[name]['median_ms']:.1f} ms ({low:.1f} to {high:.1f})")
-        table.add_row(f"batch {row['batch']}", *cells, f"{row['speedup']:.2f}x faster")
-    for name, key in (("file", "bytes"), ("peak memory, batch 16", "peak_memory_bytes")):
-        if result[key]:
-            full, quantized = (result[key][which] / 1e6 for which in ("full_precision", "quantized"))
-            table.add_row(name, f"{full:.1f} MB", f"{quantized:.1f} MB", f"{full / quantized:.2f}x smaller")
+    for found in result["runtimes"].values():
+        table.add_row(found["version"], "", "", "")
+        for row in found["times"]:
+            cells = []
+            for name in ("full_precision", "quantized"):
+                low, high = row[name]["quartiles_ms"]
+                cells.append(f"{row[name]['median_ms']:.1f} ms ({low:.1f} to {high:.1f})")
+            table.add_row(f"  batch {row['batch']}", *cells, f"{row['speedup']:.2f}x faster")
+        for name, key in (("  file", "bytes"), ("  peak memory, batch 16", "peak_memory_bytes")):
+            if found[key]:
+                full, quantized = (found[key][which] / 1e6 for which in ("full_precision", "quantized"))
+                table.add_row(name, f"{full:.1f} MB", f"{quantized:.1f} MB", f"{full / quantized:.2f}x smaller")
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{result['runtime']}, {result['threads']} threads; median and quartiles")
+    console.print(f"{result['threads']} threads; median and quartiles")

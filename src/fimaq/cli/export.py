@@ -1,4 +1,4 @@
-"""fimaq export RUN --format onnx"""
+"""fimaq export RUN --format onnx|openvino"""
 
 import json
 import sys
@@ -10,8 +10,12 @@ import typer
 
 def export(
     run: Annotated[Path, typer.Argument(help="A finished run directory, made with preset deploy.")],
-    format: Annotated[str, typer.Option(help="onnx: QDQ form, integer in onnxruntime.")] = "onnx",
-    out: Annotated[Path | None, typer.Option(help="File to write. [default: RUN/model.onnx]")] = None,
+    format: Annotated[
+        str, typer.Option(help="onnx: QDQ form, for onnxruntime. openvino: model.xml and model.bin.")
+    ] = "onnx",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. [default: RUN/model.onnx or RUN/model.xml]")
+    ] = None,
     calib: Annotated[
         Path | None, typer.Option(help="Calibration images, if they moved since the run; to verify on.")
     ] = None,
@@ -32,9 +36,12 @@ def export(
         sys.stdout.write("\n")
         return
     found = record["verification"]
-    target = out or run / "model.onnx"
-    typer.echo(f"{target}: {record['bytes'] / 1e6:.2f} MB, opset {record['opset']}")
-    typer.echo(f"{found['integer_products']} of {record['quantized_products']} quantized products run in integer")
+    target = out or run / record["file"]
+    typer.echo(f"{target}: {record['bytes'] / 1e6:.2f} MB")
+    typer.echo(
+        f"{found['integer_products']} of {record['quantized_products']} quantized products run in integer in "
+        f"{record['versions']['runtime']}"
+    )
     for name, compared in found["agreement"].items():
         typer.echo(
             f"same top-1 as the run on {compared['same_top1']} of {compared['images']} images ({name}); the run "
@@ -42,25 +49,13 @@ def export(
         )
 
 
-def require_packages() -> None:
-    """An error that says what to install, where the extra was not."""
-    from fimaq.errors import FimaqError
-
-    try:
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise FimaqError(f"this needs more packages ({error}): pip install 'fimaq[export]'") from None
-
-
 def _export(
     run: Path, format: str, out: Path | None, calib: Path | None, further: Path | None, size: int, progress: Any
 ) -> dict[str, Any]:
     from fimaq.errors import InputError
+    from fimaq.export.formats import find_format
 
-    if format != "onnx":
-        raise InputError(f"format {format!r} is not known; accepted is onnx")
-    require_packages()
+    find_format(format).require()
     from fimaq.artifact.run_directory import RunDirectory
     from fimaq.data import Preprocessing, build_transform, load_calibration
     from fimaq.data.folder import list_images
@@ -83,4 +78,4 @@ def _export(
         raise InputError(
             f"the run's calibration images ({given}) are not there to verify on; give --calib or --verify DIR"
         )
-    return export_run(run, images, out, progress=progress)
+    return export_run(run, images, out, progress=progress, format=format)

@@ -1,21 +1,22 @@
-"""A run becomes an ONNX file that was verified before it got its name."""
+"""A run becomes a file for an integer runtime, which was verified before it got its name."""
 
 import copy
+import os
 import platform
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from fimaq.artifact.files import TEMPORARY_SUFFIX, file_digest, write_bytes, write_json
+from fimaq.artifact.files import file_digest, write_json
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
+from fimaq.export.formats import find_format
 from fimaq.export.lower import count_products, lower
-from fimaq.export.onnx_file import INPUT, OPSET, OUTPUT, onnx_model
+from fimaq.export.sessions import INPUT, OUTPUT
 from fimaq.export.verify import shortcomings, verify
 from fimaq.pipeline import load
 from fimaq.progress import Silent
@@ -28,46 +29,58 @@ def export_run(
     out: str | Path | None = None,
     model: nn.Module | None = None,
     progress: Silent | None = None,
+    format: str = "onnx",
 ) -> dict[str, Any]:
-    """Write RUN/model.onnx (or `out`) and export.json beside it; return what export.json holds.
+    """Write RUN/model.onnx or RUN/model.xml (or `out`) and its record beside it; return what the record holds.
 
     `images`: sets of preprocessed images (n, C, H, W) by name, on which file and run are compared; the first one
     also gives the size of the file's input. `model` is the architecture, where the run has no timm name for it.
     Nothing is written unless the file agrees with the run and every quantized product executes in integer.
     """
     progress = progress or Silent()
+    kind = find_format(format)
     path = Path(run)
     directory = RunDirectory.open_existing(path)
-    target = Path(out) if out is not None else path / "model.onnx"
+    target = Path(out) if out is not None else path / kind.file
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"{target} cannot be written: give --out a file in a folder that exists")
+    if target.suffix != Path(kind.file).suffix:
+        raise InputError(f"{target} is no name for this format: it ends in {Path(kind.file).suffix}")
     if not any(len(given) for given in images.values()):
         raise InputError("an export is verified on images, and none were given: use --verify DIR")
     stayed_float = directory.read_metrics().get("stayed_float", [])
     own = load(path, model)
-    progress.note("translating to ONNX")
+    progress.note(f"translating for {kind.runtime}")
     first = next(given for given in images.values() if len(given))
     example = first[[0, -1]]
-    lowered = lower(copy.deepcopy(own), example)
+    lowered = lower(copy.deepcopy(own), example, kind.symmetric)
     products = count_products(lowered)
-    content = ir.to_proto(onnx_model(lowered, example)).SerializeToString()
-    aside = target.with_name(f".{target.name}{TEMPORARY_SUFFIX}")
-    write_bytes(aside, content)
-    try:
-        progress.note("verifying in onnxruntime")
-        found = verify(aside, own, images)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder:
+        aside = Path(folder) / target.name
+        kind.write(lowered, example, aside, lowered=True)
+        progress.note(f"verifying in {kind.runtime}")
+        try:
+            session = kind.session(aside)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise FimaqError(
+                f"{kind.version} cannot load the exported file, which was not kept: {reason}"
+            ) from None
+        found = verify(session, own, images)
         faults = shortcomings(found, products, floats_expected=bool(stayed_float))
         if faults:
             raise FimaqError(f"the exported file is not good, and was not kept: {'; '.join(faults)}")
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
+        files = sorted(Path(folder).iterdir(), key=lambda file: file == aside)  # the one with the name comes last
+        size = kind.size(aside)
+        for file in files:
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+            file.replace(target.parent / file.name)
     record = {
         "file": target.name,
-        "sha256": file_digest(target),
-        "bytes": len(content),
-        "format": "onnx",
-        "opset": OPSET,
+        "sha256": {file.name: file_digest(target.parent / file.name) for file in files},
+        "bytes": size,
+        "format": kind.name,
         "input": {"name": INPUT, "shape": ["batch", *example.shape[1:]], "type": "float32"},
         "output": {"name": OUTPUT},
         "preprocessing": directory.config["preprocessing"],
@@ -77,9 +90,9 @@ def export_run(
         "versions": {
             "fimaq": __version__,
             "torch": torch.__version__,
-            "onnxruntime": onnxruntime.__version__,
+            "runtime": kind.version,
             "machine": platform.machine(),
         },
     }
-    write_json(target.with_name("export.json"), record)
+    write_json(target.with_name(kind.record), record)
     return record

@@ -3,6 +3,9 @@
 Linear: quantize, multiply with weights (in, out) dequantized per column, add the bias. A convolution whose
 windows do not overlap (a patch embedding) is such a product of patches. Attention products: both sides are
 quantized, left to unsigned bytes and right to signed ones, the pair that processors multiply fastest.
+
+`symmetric` is for runtimes that multiply without zero points only: the codes are then the whole numbers of steps
+themselves, in signed bytes, wherever these fit. With 7 bits or fewer they always do.
 """
 
 import torch
@@ -20,12 +23,16 @@ class IntegerActivation(nn.Module):
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, quantizer: ActivationQuantizer, signed: bool) -> None:
+    def __init__(self, quantizer: ActivationQuantizer, signed: bool, symmetric: bool) -> None:
         super().__init__()
-        shift, kind = (128, torch.int8) if signed else (0, torch.uint8)
+        zero = int(quantizer.zero_point)
+        shift = 128 if signed else 0
+        if symmetric:
+            signed = zero <= 128 and quantizer.levels - zero <= 127
+            shift = zero if signed else 0
         self.low, self.high = -shift, quantizer.levels - shift
         self.register_buffer("scale", quantizer.scale.detach().clone().reshape(()))
-        self.register_buffer("zero_point", (quantizer.zero_point.detach().reshape(()) - shift).to(kind))
+        self.register_buffer("zero_point", torch.tensor(zero - shift, dtype=torch.int8 if signed else torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
         return quantize(x, self.scale, self.zero_point, self.low, self.high)
@@ -42,22 +49,29 @@ class IntegerWeight(nn.Module):
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, layer: QuantizedLayer) -> None:
+    def __init__(self, layer: QuantizedLayer, symmetric: bool) -> None:
         super().__init__()
         quantizer = layer.weight_quantizer
-        self.bits = 4 if quantizer.bits <= 4 else 8
-        shift = 2 ** (self.bits - 1)
+        self.bits = 4 if quantizer.bits <= 4 and not symmetric else 8
+        zero = quantizer.zero_point.flatten().to(torch.int16)
+        shift = zero if symmetric else torch.full_like(zero, 2 ** (self.bits - 1))
         codes = layer.codes.to(torch.int16).flatten(1).T.contiguous() - shift
+        if codes.min() < -128 or codes.max() > 127:
+            raise InputError(
+                "8-bit weights whose zero points are not in the middle are not multiplied in integer by OpenVINO: "
+                "quantize again with this version of fimaq"
+            )
         self.register_buffer("codes", codes.to(torch.int8))
         self.register_buffer("scale", quantizer.scale.detach().flatten().clone())
-        self.register_buffer("zero_point", (quantizer.zero_point.flatten() - shift).to(torch.int8))
+        self.register_buffer("zero_point", (zero - shift).to(torch.int8))
 
 
 class _WithWeight(QuantizedLayer):
     """What a Linear and a convolution of patches share: an activation on the left, a weight on the right."""
 
-    def prepare(self) -> None:
-        self.input, self.integers = IntegerActivation(self.input_quantizer, signed=False), IntegerWeight(self)
+    def prepare(self, symmetric: bool) -> None:
+        self.input = IntegerActivation(self.input_quantizer, False, symmetric)
+        self.integers = IntegerWeight(self, symmetric)
 
     def product(self, codes: Tensor) -> Tensor:
         """Codes of the input (..., n, in) times the weight: (..., n, out)."""
@@ -91,11 +105,12 @@ class IntegerPatches(_WithWeight, QuantConv2d):
 class IntegerConv2d(QuantConv2d):
     """Any other convolution, on integers: weights minus their zero point may need two halves to fit into bytes."""
 
-    def prepare(self) -> None:
-        self.input = IntegerActivation(self.input_quantizer, signed=False)
+    def prepare(self, symmetric: bool) -> None:
+        self.input = IntegerActivation(self.input_quantizer, False, symmetric)
         quantizer = self.weight_quantizer
         whole = self.codes.to(torch.int16) - quantizer.zero_point.to(torch.int16)
-        halves = [whole] if quantizer.bits < 8 else [whole // 2, whole - whole // 2]
+        fits = whole.min() >= -128 and whole.max() <= 127
+        halves = [whole] if fits else [whole // 2, whole - whole // 2]
         self.halves = nn.ParameterList(nn.Parameter(half.to(torch.int8), requires_grad=False) for half in halves)
         self.register_buffer("sum_scale", (self.input.scale * quantizer.scale).view(-1, 1, 1))
 
@@ -111,9 +126,9 @@ class IntegerConv2d(QuantConv2d):
 class IntegerMatMul(QuantMatMul):
     """The product of two activations (..., n, k) and (..., k, m)."""
 
-    def prepare(self) -> None:
-        self.left = IntegerActivation(self.left_quantizer, signed=False)
-        self.right = IntegerActivation(self.right_quantizer, signed=True)
+    def prepare(self, symmetric: bool) -> None:
+        self.left = IntegerActivation(self.left_quantizer, False, symmetric)
+        self.right = IntegerActivation(self.right_quantizer, True, symmetric)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         return self.left.times(self.left(left), self.right, self.right(right))
@@ -131,7 +146,7 @@ class ConstantLayer(QuantLinear):
 IntegerForm = type[IntegerLinear] | type[IntegerPatches] | type[IntegerConv2d] | type[IntegerMatMul]
 
 
-def lower(model: nn.Module, example: Tensor) -> nn.Module:
+def lower(model: nn.Module, example: Tensor, symmetric: bool = False) -> nn.Module:
     """The same model, in place, with every quantized layer turned into its integer form.
 
     `example`: at least two images (n, C, H, W), to see what depends on the image.
@@ -145,7 +160,7 @@ def lower(model: nn.Module, example: Tensor) -> nn.Module:
         elif form is not None:
             _refuse_many_scales(name, module)
             module.__class__ = form
-            module.prepare()
+            module.prepare(symmetric)
     return model
 
 

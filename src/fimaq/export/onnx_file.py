@@ -3,6 +3,7 @@
 import contextlib
 import io
 import warnings
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,11 +14,16 @@ from torch import Tensor, nn
 
 from fimaq.export.layout import move_bytes_not_floats
 from fimaq.export.lower import IntegerWeight
+from fimaq.export.sessions import INPUT, OUTPUT
 
 OPSET = 21
-INPUT, OUTPUT = "images", "logits"
 
 op: Any = onnxscript.opset21
+
+
+def write(model: nn.Module, example: Tensor, path: Path, lowered: bool) -> None:
+    translated = onnx_model(model, example) if lowered else translate(model, example)
+    path.write_bytes(ir.to_proto(translated).SerializeToString())
 
 
 def onnx_model(lowered: nn.Module, example: Tensor) -> ir.Model:
@@ -30,8 +36,11 @@ def onnx_model(lowered: nn.Module, example: Tensor) -> ir.Model:
     return model
 
 
-def translate(model: nn.Module, example: Tensor) -> ir.Model:
-    """Any model as an ONNX graph, as PyTorch's exporter writes it."""
+def translate(model: nn.Module, example: Tensor, **instead: Any) -> ir.Model:
+    """Any model as an ONNX graph, as PyTorch's exporter writes it.
+
+    `instead`: other translations of the operators of operators.py, by name.
+    """
     batch = torch.export.Dim("batch", min=1, max=2**16)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -42,7 +51,10 @@ def translate(model: nn.Module, example: Tensor) -> ir.Model:
             opset_version=OPSET,
             input_names=[INPUT],
             output_names=[OUTPUT],
-            custom_translation_table=TRANSLATIONS,
+            custom_translation_table={
+                getattr(torch.ops.fimaq, name).default: function
+                for name, function in (TRANSLATIONS | instead).items()
+            },
             optimize=True,
             verbose=False,
         )
@@ -90,11 +102,7 @@ def _convolve(
     return op.Cast(sums, to=ir.DataType.FLOAT)
 
 
-TRANSLATIONS: dict[Any, Any] = {
-    torch.ops.fimaq.quantize.default: _quantize,
-    torch.ops.fimaq.multiply.default: _multiply,
-    torch.ops.fimaq.convolve.default: _convolve,
-}
+TRANSLATIONS: dict[str, Any] = {"quantize": _quantize, "multiply": _multiply, "convolve": _convolve}
 
 
 def _pack(graph: ir.Graph, name: str) -> None:

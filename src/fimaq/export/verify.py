@@ -8,58 +8,35 @@ file should agree with the run on 99 % of the images, or as often as the run agr
 """
 
 import math
-import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import onnx
-import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from fimaq.export.onnx_file import INPUT
+from fimaq.export.formats import AnySession
 
 WANTED_AGREEMENT = 0.99
 BATCH = 32
-INTEGER = {"MatMulIntegerToFloat", "MatMulInteger", "QLinearMatMul", "QGemm", "ConvInteger", "QLinearConv"}
-FLOAT = {"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "MatMulNBits", "Attention"}
-"""Operators of onnxruntime's optimised graph that multiply matrices, by what they multiply."""
 
 
-def open_session(path: Path, threads: int = 0, optimised: Path | None = None) -> onnxruntime.InferenceSession:
-    """A session on the CPU; `optimised`: where to store the graph as the runtime executes it."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    # Threads that spin while they wait take the processor from whoever works: on 2 cores that doubles all times.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if optimised is not None:
-        options.optimized_model_filepath = str(optimised)
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def verify(path: Path, model: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Any]:
+def verify(session: AnySession, model: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Any]:
     """Counts of integer and float products as executed; for each set of images, how far file and model agree."""
-    with tempfile.TemporaryDirectory() as folder:
-        optimised = Path(folder) / "optimised.onnx"
-        session = open_session(path, optimised=optimised)
-        kinds = Counter(node.op_type for node in onnx.load(str(optimised)).graph.node)
+    kinds = session.executed()
     return {
-        "integer_products": sum(kinds[kind] for kind in INTEGER),
-        "float_products": {kind: kinds[kind] for kind in sorted(FLOAT) if kinds[kind]},
+        "integer_products": sum(kinds[kind] for kind in session.integer),
+        "float_products": {kind: kinds[kind] for kind in sorted(session.float) if kinds[kind]},
         "nodes": dict(kinds.most_common()),
         "agreement": {name: _compare(session, model, given) for name, given in images.items()},
     }
 
 
 @torch.no_grad()
-def _compare(session: onnxruntime.InferenceSession, model: nn.Module, images: Tensor) -> dict[str, Any]:
+def _compare(session: AnySession, model: nn.Module, images: Tensor) -> dict[str, Any]:
     batches = images.split(BATCH)
     own = torch.cat([model(batch) for batch in batches])
-    file = torch.cat([torch.from_numpy(session.run(None, {INPUT: batch.numpy()})[0]) for batch in batches])
+    file = torch.cat([session(batch) for batch in batches])
     with _last_bits_disturbed(model):
         itself = torch.cat([model(batch) for batch in batches])
     errors = (own - file).abs()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fimaq.calibrate.ranges import set_ranges
+from fimaq.calibrate.ties import avoid_ties
 from fimaq.config import FISHER_METHODS, Config
 from fimaq.fisher.collect import Sample, collect_averages, flat, gradient_and_perturbation
 from fimaq.models.units import Unit, UnitChain
@@ -25,6 +26,8 @@ from fimaq.reconstruct.objectives import (
 from fimaq.reconstruct.step import ReconstructionStep
 
 REPORTS = 25
+LOOKED_AT = 32
+"""Images whose values are looked at for ties."""
 
 Report = Callable[[int, float], None]
 Evaluation = Callable[[Sample], tuple[Tensor, ...]]
@@ -204,6 +207,8 @@ class Reconstruction:
         """Fix the integers, and count how many differ from rounding to nearest."""
         layers = [layer for _, layer in quantized_layers(unit.module)]
         flipped = sum(layer.harden() for layer in layers)
+        some = self.cache.rows("quantized inputs", 0, min(self.count, LOOKED_AT))
+        avoid_ties(unit.module, lambda: unit(some))
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
 
 

@@ -1,0 +1,52 @@
+"""Scales under which few values lie right between two codes.
+
+Where x / scale is a whole number and a half, the last bit of x decides the code, and every library computes the
+last bits of a GELU, a softmax or a LayerNorm in its own way. One such value in an image, and everything after it
+is rounded differently. Values are not spread evenly: sums of integers recur, so one unlucky number can meet a
+third of all images. A scale that differs by some thousandths, which accuracy does not notice, avoids those.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fimaq.calibrate.ranges import recorded_inputs
+from fimaq.quant.layers import QuantizedLayer, QuantLinear, QuantMatMul, largest_of_rows
+from fimaq.quant.quantizers import ActivationQuantizer
+
+NEAR = 2e-6
+"""How close to the middle between two codes a value must be to count, in steps: what libraries differ by."""
+FACTORS = [1 + step * sign / 1000 for step in range(6) for sign in (1, -1)][1:]
+"""Changes of a scale that are tried, the smallest first: none, then up to half a percent."""
+
+
+@torch.no_grad()
+def avoid_ties(unit: nn.Module, run: Callable[[], Any]) -> None:
+    """Change scales below the quantized `unit` slightly where much lies between two codes; `run()` runs it."""
+    for module, inputs in recorded_inputs(unit, run).items():
+        for quantizer, x in _quantized(module, inputs):
+            if quantizer.scale.numel() > 1:
+                continue
+            best = min(FACTORS, key=lambda factor: _between_codes(quantizer, x, factor))
+            quantizer.set_range(quantizer.scale * best, quantizer.zero_point)
+
+
+def _quantized(module: nn.Module, inputs: list[Tensor]) -> Iterator[tuple[ActivationQuantizer, Tensor]]:
+    """The quantizers of a layer or product, each with what it quantizes."""
+    if isinstance(module, QuantMatMul):
+        left, right = inputs
+        yield module.left_quantizer, left / largest_of_rows(left) if module.rescales_rows else left
+        yield module.right_quantizer, right
+    else:
+        assert isinstance(module, QuantizedLayer)
+        x = inputs[0]
+        yield module.input_quantizer, module.columns(x) if isinstance(module, QuantLinear) else x
+
+
+def _between_codes(quantizer: ActivationQuantizer, x: Tensor, factor: float) -> int:
+    """How many values lie between two codes of the range; beyond its ends nothing is decided."""
+    steps = x / (quantizer.scale * factor)
+    between = steps[(steps - steps.floor() - 0.5).abs_() < NEAR]
+    return int(((between > -quantizer.zero_point) & (between < quantizer.levels - quantizer.zero_point)).sum())

@@ -1,0 +1,84 @@
+"""The formats a run can be exported to: how a file is written, and the runtime that executes it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from fimaq.errors import FimaqError, InputError
+from fimaq.export.sessions import OnnxRuntimeSession, OpenVinoSession
+
+AnySession = OnnxRuntimeSession | OpenVinoSession
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format. `extra` and `packages`: what has to be installed for it."""
+
+    name: str
+    file: str
+    beside: str  # how the name of a second file ends, with the weights
+    record: str
+    runtime: str
+    session: type[OnnxRuntimeSession] | type[OpenVinoSession]
+    symmetric: bool  # whether the runtime multiplies integers only where zero is in the middle of their range
+    extra: str
+    packages: tuple[str, ...]
+
+    @property
+    def version(self) -> str:
+        return f"{self.runtime} {metadata.version(self.runtime)}"
+
+    def size(self, path: Path) -> int:
+        """Bytes of a file, together with the weights that the format may have in a file beside it."""
+        return path.stat().st_size + (path.with_suffix(self.beside).stat().st_size if self.beside else 0)
+
+    def write(self, model: nn.Module, example: Tensor, path: Path, lowered: bool) -> None:
+        """Write a model, which `lower` was applied to or not, as `path` and files beside it."""
+        writer: Callable[..., None] = import_module(f"fimaq.export.{self.name}_file").write
+        writer(model, example, path, lowered)
+
+    def require(self) -> None:
+        """An error that says what to install, where it is missing."""
+        for package in self.packages:
+            try:
+                import_module(package)
+            except ImportError as error:
+                raise FimaqError(
+                    f"this needs more packages ({error}): pip install 'fimaq[{self.extra}]'"
+                ) from None
+
+
+_ONNX = ("onnx", "onnxscript", "onnxruntime")
+FORMATS = {
+    "onnx": Format(
+        name="onnx",
+        file="model.onnx",
+        beside="",
+        record="export.json",
+        runtime="onnxruntime",
+        session=OnnxRuntimeSession,
+        symmetric=False,
+        extra="export",
+        packages=_ONNX,
+    ),
+    "openvino": Format(
+        name="openvino",
+        file="model.xml",
+        beside=".bin",
+        record="export-openvino.json",
+        runtime="openvino",
+        session=OpenVinoSession,
+        symmetric=True,
+        extra="openvino",
+        packages=(*_ONNX, "openvino"),
+    ),
+}
+
+
+def find_format(name: str) -> Format:
+    if name not in FORMATS:
+        raise InputError(f"format {name!r} is not known; accepted are {', '.join(FORMATS)}")
+    return FORMATS[name]
