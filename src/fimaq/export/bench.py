@@ -63,7 +63,8 @@ def _in_runtime(
     kind: Format, run: Path, model: nn.Module, threads: int, repeats: int, progress: Silent
 ) -> dict[str, Any]:
     kind.require()
-    shape = read_json(run / kind.record)["input"]["shape"][1:]
+    given = read_json(run / kind.record)["input"]
+    shape = [given["shape"][1], *given["size"]]
     with tempfile.TemporaryDirectory() as folder:
         progress.note(f"translating the full-precision model for {kind.runtime}")
         full = Path(folder) / kind.file

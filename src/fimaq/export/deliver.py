@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fimaq.artifact.files import file_digest, write_json
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
 from fimaq.export.formats import find_format
-from fimaq.export.lower import count_products, lower
+from fimaq.export.lower import count_products, lower, size_step
 from fimaq.export.sessions import INPUT, OUTPUT
 from fimaq.export.verify import shortcomings, verify
 from fimaq.pipeline import load
 from fimaq.progress import Silent
 from fimaq.version import __version__
+
+ANOTHER_SIZE = 16
+"""Images on which a file that takes any size is compared with the run at another size."""
 
 
 def export_run(
@@ -54,10 +58,16 @@ def export_run(
     first = next(given for given in images.values() if len(given))
     example = first[[0, -1]]
     lowered = lower(copy.deepcopy(own), example, kind.symmetric)
+    step, traced = size_step(own, example) if kind.any_size else None, example
+    if step is not None:
+        # Traced at another size than its own, at which a model may take a short cut that holds for no other.
+        larger = [size + multiple for size, multiple in zip(example.shape[2:], step, strict=True)]
+        images = {**images, "another size": F.interpolate(first[:ANOTHER_SIZE], larger, mode="bilinear")}
+        traced = images["another size"][[0, -1]]
     products = count_products(lowered)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder:
         aside = Path(folder) / target.name
-        kind.write(lowered, example, aside, lowered=True)
+        kind.write(lowered, traced, aside, lowered=True, step=step)
         progress.note(f"verifying in {kind.runtime}")
         try:
             session = kind.session(aside)
@@ -81,7 +91,13 @@ def export_run(
         "sha256": {file.name: file_digest(target.parent / file.name) for file in files},
         "bytes": size,
         "format": kind.name,
-        "input": {"name": INPUT, "shape": ["batch", *example.shape[1:]], "type": "float32"},
+        "input": {
+            "name": INPUT,
+            "shape": ["batch", *(example.shape[1:] if step is None else (example.shape[1], "height", "width"))],
+            "size": list(example.shape[2:]),
+            "multiples": step,
+            "type": "float32",
+        },
         "output": {"name": OUTPUT},
         "preprocessing": directory.config["preprocessing"],
         "quantized_products": products,

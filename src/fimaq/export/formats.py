@@ -23,6 +23,7 @@ class Format:
     record: str
     runtime: str
     session: type[OnnxRuntimeSession] | type[OpenVinoSession]
+    any_size: bool  # whether image sizes can be left open
     symmetric: bool  # whether the runtime multiplies integers only where zero is in the middle of their range
     extra: str
     packages: tuple[str, ...]
@@ -35,10 +36,20 @@ class Format:
         """Bytes of a file, together with the weights that the format may have in a file beside it."""
         return path.stat().st_size + (path.with_suffix(self.beside).stat().st_size if self.beside else 0)
 
-    def write(self, model: nn.Module, example: Tensor, path: Path, lowered: bool) -> None:
-        """Write a model, which `lower` was applied to or not, as `path` and files beside it."""
+    def write(
+        self,
+        model: nn.Module,
+        example: Tensor,
+        path: Path,
+        lowered: bool,
+        step: tuple[int, int] | None = None,
+    ) -> None:
+        """Write a model, which `lower` was applied to or not, as `path` and files beside it.
+
+        `step`: images may have any height and width that are multiples of these.
+        """
         writer: Callable[..., None] = import_module(f"fimaq.export.{self.name}_file").write
-        writer(model, example, path, lowered)
+        writer(model, example, path, lowered, step)
 
     def require(self) -> None:
         """An error that says what to install, where it is missing."""
@@ -60,6 +71,7 @@ FORMATS = {
         record="export.json",
         runtime="onnxruntime",
         session=OnnxRuntimeSession,
+        any_size=True,
         symmetric=False,
         extra="export",
         packages=_ONNX,
@@ -71,6 +83,7 @@ FORMATS = {
         record="export-openvino.json",
         runtime="openvino",
         session=OpenVinoSession,
+        any_size=False,
         symmetric=True,
         extra="openvino",
         packages=(*_ONNX, "openvino"),

@@ -9,6 +9,7 @@ themselves, in signed bytes, wherever these fit. With 7 bits or fewer they alway
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fimaq.errors import InputError
@@ -162,6 +163,20 @@ def lower(model: nn.Module, example: Tensor, symmetric: bool = False) -> nn.Modu
             module.__class__ = form
             module.prepare(symmetric)
     return model
+
+
+@torch.no_grad()
+def size_step(model: nn.Module, example: Tensor) -> tuple[int, int] | None:
+    """Of what height and width images must be multiples, where the model takes other sizes than the example's."""
+    patches = next((m.kernel_size for m in model.modules() if isinstance(m, QuantConv2d)), None)
+    if patches is None:
+        return None
+    height, width = patches
+    try:
+        model(F.pad(example, (0, 2 * width, 0, height)))
+    except (RuntimeError, AssertionError, ValueError, IndexError):
+        return None
+    return height, width
 
 
 def count_products(lowered: nn.Module) -> int:

@@ -17,18 +17,19 @@ from fimaq.export.lower import IntegerWeight
 from fimaq.export.sessions import INPUT, OUTPUT
 
 OPSET = 21
+Step = tuple[int, int]
 
 op: Any = onnxscript.opset21
 
 
-def write(model: nn.Module, example: Tensor, path: Path, lowered: bool) -> None:
-    translated = onnx_model(model, example) if lowered else translate(model, example)
+def write(model: nn.Module, example: Tensor, path: Path, lowered: bool, step: Step | None = None) -> None:
+    translated = onnx_model(model, example, step) if lowered else translate(model, example, step)
     path.write_bytes(ir.to_proto(translated).SerializeToString())
 
 
-def onnx_model(lowered: nn.Module, example: Tensor) -> ir.Model:
-    """`example`: images (2, C, H, W). The number of images is left open; their size is the example's."""
-    model = translate(lowered, example)
+def onnx_model(lowered: nn.Module, example: Tensor, step: Step | None = None) -> ir.Model:
+    """`example`: images (2, C, H, W). The number of images is left open; `step` leaves their size open too."""
+    model = translate(lowered, example, step)
     move_bytes_not_floats(model.graph)
     for name, module in lowered.named_modules():
         if isinstance(module, IntegerWeight) and module.bits == 4:
@@ -36,15 +37,18 @@ def onnx_model(lowered: nn.Module, example: Tensor) -> ir.Model:
     return model
 
 
-def translate(model: nn.Module, example: Tensor, **instead: Any) -> ir.Model:
+def translate(model: nn.Module, example: Tensor, step: Step | None = None, **instead: Any) -> ir.Model:
     """Any model as an ONNX graph, as PyTorch's exporter writes it.
 
-    `instead`: other translations of the operators of operators.py, by name.
+    `step`: height and width are open, in multiples of these; without it they are the example's. `instead`: other
+    translations of the operators of operators.py, by name.
     """
-    batch = torch.export.Dim("batch", min=1, max=2**16)
+    shape: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=2**16)}
+    for axis, (name, multiple) in enumerate(zip(("rows", "columns"), step or (), strict=False), start=2):
+        shape[axis] = multiple * torch.export.Dim(name, min=2, max=2**12)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         warnings.simplefilter("ignore")
-        program = torch.export.export(model, (example,), dynamic_shapes=({0: batch},), strict=False)
+        program = torch.export.export(model, (example,), dynamic_shapes=(shape,), strict=False)
         exported = torch.onnx.export(
             program,
             dynamo=True,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fimaq.export.onnx_file import op, translate
 
 
-def write(model: nn.Module, example: Tensor, path: Path, lowered: bool) -> None:
+def write(model: nn.Module, example: Tensor, path: Path, lowered: bool, step: None = None) -> None:
+    """The number of images is left open, their size is the example's."""
     translated = translate(model, example, quantize=_quantize, convolve=_convolve)
     if lowered:
         _weights_by_output(translated.graph)
