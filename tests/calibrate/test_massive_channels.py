@@ -64,7 +64,7 @@ def test_columns_are_no_larger_than_ordinary_channels() -> None:
 def test_what_is_not_the_exception_stays(sizes: list[tuple[int, float]]) -> None:
     model, images = prepared(*sizes)
     assert divide_massive_channels(model, lambda: iter([images])) == {}
-    assert model.fc.channels is None
+    assert model.fc.divided == {}
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
@@ -111,7 +111,7 @@ def test_dividing_lowers_the_error_of_a_quantized_model() -> None:
 def test_released_runs_stay_as_the_authors_have_them() -> None:
     given = {"preset": "released", "method": "rtn", "batch_size": 8, "device": "cpu"}
     run = fimaq.quantize(vit_with_a_massive_channel(), torch.randn(16, 3, 32, 32), **given)
-    assert run.model.blocks[1].mlp.fc2.channels is None
+    assert run.model.blocks[1].mlp.fc2.divided == {}
 
 
 def test_a_structure_is_applied_to_a_fresh_model() -> None:

@@ -157,3 +157,20 @@ def test_a_model_that_takes_any_size_gives_a_file_that_does(tmp_path: Path) -> N
         torch.testing.assert_close(
             logits(tmp_path / "run" / "model.onnx", other), own(other), rtol=1e-3, atol=1e-3
         )
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_divided_channels_are_exported(format: str, tmp_path: Path) -> None:
+    def massive() -> torch.nn.Module:
+        model = demo_model()
+        hidden = model.blocks[1].mlp
+        hidden.fc1.weight.data[5] *= 40
+        hidden.fc2.weight.data[:, 5] /= 40
+        return model
+
+    images = demo_test()[0][:100]
+    given = {"bits": "w6a6", "method": "rtn", "device": "cpu"}
+    run = fimaq.quantize(massive(), demo_calibration(64), out=tmp_path / "run", **given)
+    assert run.model.blocks[1].mlp.fc2.divided
+    record = export_run(tmp_path / "run", {"test": images}, model=massive(), format=format)
+    assert record["verification"]["agreement"]["test"]["same_top1"] >= 98

@@ -27,7 +27,7 @@ class QuantizedLayer(nn.Module):
     weight_quantizer: WeightQuantizer
     quantized: bool
     hard: bool
-    channels: Tensor | None
+    divided: dict[int, int]
     shares: Tensor | None
 
     def _attach_quantizers(self, weight_bits: int, input_bits: int) -> None:
@@ -35,7 +35,7 @@ class QuantizedLayer(nn.Module):
         self.weight_quantizer = WeightQuantizer(weight_bits).to(self.weight.device)
         self.quantized = False
         self.hard = False
-        self.register_buffer("channels", None, persistent=False)
+        self.divided = {}
         self.register_buffer("shares", None, persistent=False)
 
     def effective_weight(self) -> Tensor:
@@ -95,19 +95,21 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     def divide(self, columns: dict[int, int]) -> None:
         """Give input channels several columns each, instead of one: channel -> how many."""
         added = [channel for channel, count in columns.items() for _ in range(count - 1)]
-        channels = torch.tensor([*range(self.in_features), *added], device=self.weight.device)
-        counts = torch.ones(self.in_features, device=self.weight.device, dtype=self.weight.dtype)
-        for channel, count in columns.items():
-            counts[channel] = count
-        self.channels, self.shares = channels, (1 / counts)[channels]
+        channels = [*range(self.in_features), *added]
+        shares = [1 / columns.get(channel, 1) for channel in channels]
+        self.divided, self.shares = (
+            columns,
+            torch.tensor(shares, device=self.weight.device, dtype=self.weight.dtype),
+        )
         self.weight = nn.Parameter(self.weight[:, channels], requires_grad=False)
         self.in_features = len(channels)
 
     def columns(self, x: Tensor) -> Tensor:
         """Channels to columns: (..., channels) -> (..., in)."""
-        if self.channels is None or self.shares is None:
+        if self.shares is None:
             return x
-        return x.index_select(-1, self.channels) * self.shares
+        added = [x[..., c : c + 1].expand(*x.shape[:-1], n - 1) for c, n in self.divided.items()]
+        return torch.cat([x, *added], dim=-1) * self.shares
 
     def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
         """`given_bias` replaces the layer's own: some models put their bias together themselves."""
@@ -182,7 +184,7 @@ def convert_layer(layer: nn.Module, weight_bits: int, input_bits: int) -> None:
 def restore_layer(layer: nn.Module) -> None:
     """Undo `convert_layer` on a layer that was not hardened."""
     layer.__class__ = nn.Linear if isinstance(layer, QuantLinear) else nn.Conv2d
-    del layer.input_quantizer, layer.weight_quantizer, layer.quantized, layer.hard, layer.channels, layer.shares
+    del layer.input_quantizer, layer.weight_quantizer, layer.quantized, layer.hard, layer.divided, layer.shares
 
 
 def can_convert(layer: nn.Module) -> bool:
