@@ -100,8 +100,8 @@ def test_a_file_that_disagrees_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_with_products_in_float_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = quantized(tmp_path)
-    monkeypatch.setattr(OnnxRuntimeSession, "integer", ("QLinearMatMul",))
-    monkeypatch.setattr(OnnxRuntimeSession, "float", ("MatMulIntegerToFloat",))
+    monkeypatch.setattr(OnnxRuntimeSession, "integer_kinds", ("QLinearMatMul",))
+    monkeypatch.setattr(OnnxRuntimeSession, "float_kinds", ("MatMulIntegerToFloat",))
     with pytest.raises(FimaqError, match=r"0 of \d+ quantized products run in integer; products in float"):
         export_run(run, {"test": demo_test()[0][:4]}, model=demo_model())
     assert not (run / "model.onnx").exists()

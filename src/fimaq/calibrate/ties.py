@@ -6,6 +6,7 @@ is rounded differently. Values are not spread evenly: sums of integers recur, so
 third of all images. A scale that differs by some thousandths, which accuracy does not notice, avoids those.
 """
 
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,17 +21,29 @@ NEAR = 2e-6
 """How close to the middle between two codes a value must be to count, in steps: what libraries differ by."""
 FACTORS = [1 + step * sign / 1000 for step in range(6) for sign in (1, -1)][1:]
 """Changes of a scale that are tried, the smallest first: none, then up to half a percent."""
+UNLUCKY = 2.0
+"""How many times more than usual must lie between two codes."""
 
 
 @torch.no_grad()
 def avoid_ties(unit: nn.Module, run: Callable[[], Any]) -> None:
     """Change scales below the quantized `unit` slightly where much lies between two codes; `run()` runs it."""
-    for module, inputs in recorded_inputs(unit, run).items():
-        for quantizer, x in _quantized(module, inputs):
-            if quantizer.scale.numel() > 1:
-                continue
-            best = min(FACTORS, key=lambda factor: _between_codes(quantizer, x, factor))
-            quantizer.set_range(quantizer.scale * best, quantizer.zero_point)
+    recorded = recorded_inputs(unit, run)
+    for module in list(recorded):
+        changed = [_move_away(quantizer, x) for quantizer, x in _quantized(module, recorded[module])]
+        if any(changed):  # then everything after it sees other values
+            recorded = recorded_inputs(unit, run)
+
+
+def _move_away(quantizer: ActivationQuantizer, x: Tensor) -> bool:
+    """Change the scale if clearly more lies between two codes than under a neighbouring one."""
+    if quantizer.scale.numel() > 1:
+        return False
+    counts = [_between_codes(quantizer, x, factor) for factor in FACTORS]
+    if counts[0] <= max(1.0, UNLUCKY * statistics.median(counts)):
+        return False
+    quantizer.set_range(quantizer.scale * FACTORS[counts.index(min(counts))], quantizer.zero_point)
+    return True
 
 
 def _quantized(module: nn.Module, inputs: list[Tensor]) -> Iterator[tuple[ActivationQuantizer, Tensor]]:

@@ -8,9 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fimaq.errors import FimaqError, InputError
-from fimaq.export.sessions import OnnxRuntimeSession, OpenVinoSession
-
-AnySession = OnnxRuntimeSession | OpenVinoSession
+from fimaq.export.sessions import OnnxRuntimeSession, OpenVinoSession, Session
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Format:
     beside: str  # how the name of a second file ends, with the weights
     record: str
     runtime: str
-    session: type[OnnxRuntimeSession] | type[OpenVinoSession]
+    session: Callable[..., Session]  # of path, threads and the shape of images
     any_size: bool  # whether image sizes can be left open
     symmetric: bool  # whether the runtime multiplies integers only where zero is in the middle of their range
     extra: str

@@ -13,7 +13,13 @@ INPUT, OUTPUT = "images", "logits"
 
 
 class Session(Protocol):
-    """A file loaded by a runtime, on the CPU."""
+    """A file loaded by a runtime, on the CPU.
+
+    `integer_kinds` and `float_kinds`: the runtime's operators that multiply matrices, by what they multiply.
+    """
+
+    integer_kinds: tuple[str, ...]
+    float_kinds: tuple[str, ...]
 
     def __call__(self, images: Tensor) -> Tensor:
         """Images (n, C, H, W) -> logits."""
@@ -25,8 +31,24 @@ class Session(Protocol):
 class OnnxRuntimeSession:
     """onnxruntime's CPU provider."""
 
-    integer = ("MatMulIntegerToFloat", "MatMulInteger", "QLinearMatMul", "QGemm", "ConvInteger", "QLinearConv")
-    float = ("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "MatMulNBits", "Attention")
+    integer_kinds: tuple[str, ...] = (
+        "MatMulIntegerToFloat",
+        "MatMulInteger",
+        "QLinearMatMul",
+        "QGemm",
+        "ConvInteger",
+        "QLinearConv",
+    )
+    float_kinds: tuple[str, ...] = (
+        "MatMul",
+        "FusedMatMul",
+        "Gemm",
+        "FusedGemm",
+        "Conv",
+        "FusedConv",
+        "MatMulNBits",
+        "Attention",
+    )
 
     def __init__(self, path: Path, threads: int = 0, shape: Sequence[int] | None = None) -> None:
         self.path, self.threads = path, threads
@@ -68,8 +90,8 @@ class OpenVinoSession:
     With a `shape` of images the model is compiled for that shape alone, which OpenVINO does better.
     """
 
-    integer = _kinds("i8", "u8")
-    float = _kinds("f32", "f16", "bf16")
+    integer_kinds: tuple[str, ...] = _kinds("i8", "u8")
+    float_kinds: tuple[str, ...] = _kinds("f32", "f16", "bf16")
 
     def __init__(self, path: Path, threads: int = 0, shape: Sequence[int] | None = None) -> None:
         import openvino

@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fimaq.export.formats import AnySession
+from fimaq.export.sessions import Session
 
 WANTED_AGREEMENT = 0.99
 BATCH = 32
 
 
-def verify(session: AnySession, model: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Any]:
+def verify(session: Session, model: nn.Module, images: Mapping[str, Tensor]) -> dict[str, Any]:
     """Counts of integer and float products as executed; for each set of images, how far file and model agree."""
     kinds = session.executed()
     return {
-        "integer_products": sum(kinds[kind] for kind in session.integer),
-        "float_products": {kind: kinds[kind] for kind in sorted(session.float) if kinds[kind]},
+        "integer_products": sum(kinds[kind] for kind in session.integer_kinds),
+        "float_products": {kind: kinds[kind] for kind in sorted(session.float_kinds) if kinds[kind]},
         "nodes": dict(kinds.most_common()),
         "agreement": {name: _compare(session, model, given) for name, given in images.items()},
     }
 
 
 @torch.no_grad()
-def _compare(session: AnySession, model: nn.Module, images: Tensor) -> dict[str, Any]:
+def _compare(session: Session, model: nn.Module, images: Tensor) -> dict[str, Any]:
     batches = images.split(BATCH)
     own = torch.cat([model(batch) for batch in batches])
     file = torch.cat([session(batch) for batch in batches])
@@ -53,15 +53,22 @@ def _compare(session: AnySession, model: nn.Module, images: Tensor) -> dict[str,
 
 @contextmanager
 def _last_bits_disturbed(model: nn.Module) -> Iterator[None]:
-    """One in three outputs of LayerNorm and GELU moves to a neighbouring float, as it does in another library."""
+    """One in three outputs of LayerNorm and GELU is another float, as it is in another library.
+
+    Of a LayerNorm it is a neighbouring one. GELU is x / 2 times a sum, 1 + erf, that is rounded in its last bit.
+    """
     generator = torch.Generator().manual_seed(0)
 
-    def disturb(_: nn.Module, __: Any, output: Any) -> Any:
+    def disturb(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         drawn = torch.randint(6, output.shape, generator=generator)  # 0: down, 1: up, else as it is
-        neighbour = torch.nextafter(output, (drawn.to(output.dtype) - 0.5) * torch.inf)
-        return torch.where(drawn < 2, neighbour, output)
+        direction = drawn.to(output.dtype) - 0.5
+        if isinstance(module, nn.GELU):
+            other = output + direction * inputs[0].abs() * torch.finfo(output.dtype).eps
+        else:
+            other = torch.nextafter(output, direction * torch.inf)
+        return torch.where(drawn < 2, other, output)
 
     hooks = [m.register_forward_hook(disturb) for m in model.modules() if isinstance(m, (nn.LayerNorm, nn.GELU))]
     try:
