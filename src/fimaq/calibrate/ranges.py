@@ -47,7 +47,7 @@ def set_ranges(
             _set_product(module, inputs[0], inputs[1], per_token, size_of)
         else:
             assert isinstance(module, QuantizedLayer)
-            x = module.columns(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
+            x = module.columns(inputs[0])
             _set_input(module, x, per_token, size_of)
             _set_weight(module, x, size_of, per_token)
 

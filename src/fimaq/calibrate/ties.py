@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.calibrate.ranges import recorded_inputs
-from fimaq.quant.layers import QuantizedLayer, QuantLinear, QuantMatMul, largest_of_rows
+from fimaq.quant.layers import QuantizedLayer, QuantMatMul, largest_of_rows
 from fimaq.quant.quantizers import ActivationQuantizer
 
 NEAR = 2e-6
@@ -54,8 +54,7 @@ def _quantized(module: nn.Module, inputs: list[Tensor]) -> Iterator[tuple[Activa
         yield module.right_quantizer, right
     else:
         assert isinstance(module, QuantizedLayer)
-        x = inputs[0]
-        yield module.input_quantizer, module.columns(x) if isinstance(module, QuantLinear) else x
+        yield module.input_quantizer, module.columns(inputs[0])
 
 
 def _between_codes(quantizer: ActivationQuantizer, x: Tensor, factor: float) -> int:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fimaq.artifact.files import file_digest, write_json
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
-from fimaq.export.formats import find_format
+from fimaq.export.formats import Format, find_format
 from fimaq.export.lower import count_products, lower, size_step
-from fimaq.export.sessions import INPUT, OUTPUT
+from fimaq.export.sessions import INPUT, OUTPUT, Session
 from fimaq.export.verify import shortcomings, verify
 from fimaq.pipeline import load
 from fimaq.progress import Silent
@@ -46,10 +46,7 @@ def export_run(
     path = Path(run)
     directory = RunDirectory.open_existing(path)
     target = Path(out) if out is not None else path / kind.file
-    if target.is_dir() or not target.parent.is_dir():
-        raise InputError(f"{target} cannot be written: give --out a file in a folder that exists")
-    if target.suffix != Path(kind.file).suffix:
-        raise InputError(f"{target} is no name for this format: it ends in {Path(kind.file).suffix}")
+    _check(target, kind)
     if not any(len(given) for given in images.values()):
         raise InputError("an export is verified on images, and none were given: use --verify DIR")
     stayed_float = directory.read_metrics().get("stayed_float", [])
@@ -69,26 +66,15 @@ def export_run(
         aside = Path(folder) / target.name
         kind.write(lowered, traced, aside, lowered=True, step=step)
         progress.note(f"verifying in {kind.runtime}")
-        try:
-            session = kind.session(aside)
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise FimaqError(
-                f"{kind.version} cannot load the exported file, which was not kept: {reason}"
-            ) from None
-        found = verify(session, own, images)
+        found = verify(_opened(aside, kind), own, images)
         faults = shortcomings(found, products, floats_expected=bool(stayed_float))
         if faults:
             raise FimaqError(f"the exported file is not good, and was not kept: {'; '.join(faults)}")
-        files = sorted(Path(folder).iterdir(), key=lambda file: file == aside)  # the one with the name comes last
         size = kind.size(aside)
-        for file in files:
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-            file.replace(target.parent / file.name)
+        digests = _move(Path(folder), target)
     record = {
         "file": target.name,
-        "sha256": {file.name: file_digest(target.parent / file.name) for file in files},
+        "sha256": digests,
         "bytes": size,
         "format": kind.name,
         "input": {
@@ -112,3 +98,29 @@ def export_run(
     }
     write_json(target.with_name(kind.record), record)
     return record
+
+
+def _check(target: Path, kind: Format) -> None:
+    if target.is_dir() or not target.parent.is_dir():
+        raise InputError(f"{target} cannot be written: give --out a file in a folder that exists")
+    if target.suffix != Path(kind.file).suffix:
+        raise InputError(f"{target} is no name for this format: it ends in {Path(kind.file).suffix}")
+
+
+def _opened(path: Path, kind: Format) -> Session:
+    try:
+        return kind.session(path)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise FimaqError(f"{kind.version} cannot load the exported file, which was not kept: {reason}") from None
+
+
+def _move(folder: Path, target: Path) -> dict[str, str]:
+    """Give the files in `folder` their place beside `target`, which comes last; name -> digest."""
+    digests = {}
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+        digests[file.name] = file_digest(file)
+        file.replace(target.parent / file.name)
+    return digests

@@ -93,17 +93,14 @@ def _convolve(
     dilation: list[int],
     groups: int,
 ) -> Any:
-    left, right, top, bottom = padding
-    sums = op.ConvInteger(
-        codes,
-        weight,
-        zero_point,
-        strides=stride,
-        pads=[top, left, bottom, right],
-        dilations=dilation,
-        group=groups,
-    )
+    sums = op.ConvInteger(codes, weight, zero_point, **window(stride, padding, dilation, groups))
     return op.Cast(sums, to=ir.DataType.FLOAT)
+
+
+def window(stride: list[int], padding: list[int], dilation: list[int], groups: int) -> dict[str, Any]:
+    """ONNX's attributes of a convolution. `padding`: left, right, top, bottom."""
+    left, right, top, bottom = padding
+    return {"strides": stride, "pads": [top, left, bottom, right], "dilations": dilation, "group": groups}
 
 
 TRANSLATIONS: dict[str, Any] = {"quantize": _quantize, "multiply": _multiply, "convolve": _convolve}

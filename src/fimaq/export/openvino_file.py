@@ -12,7 +12,7 @@ import onnx_ir as ir
 import openvino
 from torch import Tensor, nn
 
-from fimaq.export.onnx_file import op, translate
+from fimaq.export.onnx_file import op, translate, window
 
 
 def write(model: nn.Module, example: Tensor, path: Path, lowered: bool, step: None = None) -> None:
@@ -41,16 +41,9 @@ def _convolve(
     dilation: list[int],
     groups: int,
 ) -> Any:
-    left, right, top, bottom = padding
     one = op.Constant(value_float=1.0)
-    return op.Conv(
-        op.DequantizeLinear(codes, one, zero_point),
-        op.DequantizeLinear(weight, one),
-        strides=stride,
-        pads=[top, left, bottom, right],
-        dilations=dilation,
-        group=groups,
-    )
+    whole = op.DequantizeLinear(codes, one, zero_point), op.DequantizeLinear(weight, one)
+    return op.Conv(*whole, **window(stride, padding, dilation, groups))
 
 
 def _weights_by_output(graph: ir.Graph) -> None:

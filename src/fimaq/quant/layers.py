@@ -38,6 +38,10 @@ class QuantizedLayer(nn.Module):
         self.divided = {}
         self.register_buffer("shares", None, persistent=False)
 
+    def columns(self, x: Tensor) -> Tensor:
+        """What is quantized of the input: all of it, as it is."""
+        return x
+
     def effective_weight(self) -> Tensor:
         if not self.quantized or self.hard:
             return self.weight
@@ -97,10 +101,8 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         added = [channel for channel, count in columns.items() for _ in range(count - 1)]
         channels = [*range(self.in_features), *added]
         shares = [1 / columns.get(channel, 1) for channel in channels]
-        self.divided, self.shares = (
-            columns,
-            torch.tensor(shares, device=self.weight.device, dtype=self.weight.dtype),
-        )
+        self.divided = columns
+        self.shares = torch.tensor(shares, device=self.weight.device, dtype=self.weight.dtype)
         self.weight = nn.Parameter(self.weight[:, channels], requires_grad=False)
         self.in_features = len(channels)
 

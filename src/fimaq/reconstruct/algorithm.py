@@ -207,8 +207,13 @@ class Reconstruction:
         """Fix the integers, and count how many differ from rounding to nearest."""
         layers = [layer for _, layer in quantized_layers(unit.module)]
         flipped = sum(layer.harden() for layer in layers)
-        some = self.cache.rows("quantized inputs", 0, min(self.count, LOOKED_AT))
-        avoid_ties(unit.module, lambda: unit(some))
+        if self.config.preset == "deploy":  # what is exported
+
+            def run() -> None:
+                for start, stop in self._sweep(LOOKED_AT):
+                    unit(self.cache.rows("quantized inputs", start, stop))
+
+            avoid_ties(unit.module, run)
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
 
 
