@@ -1,5 +1,8 @@
 """Accuracy of exported files beside the run's own model, image by image, and how often they agree.
 
+Beside them: how often the run's own model agrees with itself when last bits are disturbed, which is what can be
+expected of any other library.
+
     python benchmarks/exported.py runs/vit-tiny --val DIR --val-size 1000 --results exported.jsonl
 
 RUN holds what `fimaq export` wrote: model.onnx, model.xml or both. DIR has one folder of images per class.
@@ -15,6 +18,7 @@ import fimaq
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.data import Preprocessing, build_transform, validation_batches, validation_set
 from fimaq.export.formats import FORMATS
+from fimaq.export.verify import last_bits_disturbed
 
 
 def main() -> None:
@@ -40,12 +44,15 @@ def measure(run: Path, val: Path, size: int | None) -> dict[str, object]:
     dataset, _ = validation_set(val, config["model"]["num_classes"], transform, limit=size)
     kinds = [kind for kind in FORMATS.values() if (run / kind.file).is_file()]
     models = {"run": own, **{kind.runtime: kind.session(run / kind.file) for kind in kinds}}
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in models}
+    disturbed = "run, last bits disturbed"
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in (*models, disturbed)}
     labels = []
     for images, classes, _ in validation_batches(dataset, 50):
         labels.append(classes)
         for name, model in models.items():
             found[name].append(model(images).argmax(1))
+        with last_bits_disturbed(own):
+            found[disturbed].append(own(images).argmax(1))
     truth, chosen = torch.cat(labels), {name: torch.cat(parts) for name, parts in found.items()}
     return {
         "model": config["model"]["name"],

@@ -151,8 +151,7 @@ def _quantize_units(
         return (batch.to(device) for batch in images[: config.search_size].split(SWEEP))
 
     folded = fold_layer_norms(model, example, for_ranges)
-    if config.preset == "deploy":
-        structure.divided.update(divide_massive_channels(model, for_ranges))
+    structure.divided.update(divide_massive_channels(model, for_ranges))
     folder = directory.path / "checkpoint" if directory else None
     cache = ActivationCache(len(images), device, folder, config.memory_budget)
     progress.note(

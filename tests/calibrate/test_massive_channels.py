@@ -83,9 +83,10 @@ def vit_with_a_massive_channel() -> nn.Module:
     return model
 
 
-def test_a_run_divides_stores_and_loads_them(tmp_path) -> None:
+@pytest.mark.parametrize("preset", ["deploy", "released"])
+def test_a_run_divides_stores_and_loads_them(preset: str, tmp_path) -> None:
     images = torch.randn(16, 3, 32, 32)
-    given = {"bits": "w4a4", "iters": 5, "batch_size": 8, "device": "cpu"}
+    given = {"bits": "w4a4", "iters": 5, "batch_size": 8, "device": "cpu", "preset": preset}
     run = fimaq.quantize(vit_with_a_massive_channel(), images, out=tmp_path / "run", **given)
     layer = run.model.blocks[1].mlp.fc2
     assert layer.codes.shape[1] == layer.in_features > 192
@@ -106,12 +107,6 @@ def test_dividing_lowers_the_error_of_a_quantized_model() -> None:
         with torch.no_grad():
             errors[preset_massive] = (run.model(images) - full(images)).square().mean().item()
     assert errors[True] < 0.5 * errors[False]
-
-
-def test_released_runs_stay_as_the_authors_have_them() -> None:
-    given = {"preset": "released", "method": "rtn", "batch_size": 8, "device": "cpu"}
-    run = fimaq.quantize(vit_with_a_massive_channel(), torch.randn(16, 3, 32, 32), **given)
-    assert run.model.blocks[1].mlp.fc2.divided == {}
 
 
 def test_a_structure_is_applied_to_a_fresh_model() -> None:

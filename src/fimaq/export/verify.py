@@ -37,7 +37,7 @@ def _compare(session: Session, model: nn.Module, images: Tensor) -> dict[str, An
     batches = images.split(BATCH)
     own = torch.cat([model(batch) for batch in batches])
     file = torch.cat([session(batch) for batch in batches])
-    with _last_bits_disturbed(model):
+    with last_bits_disturbed(model):
         itself = torch.cat([model(batch) for batch in batches])
     errors = (own - file).abs()
     return {
@@ -52,7 +52,7 @@ def _compare(session: Session, model: nn.Module, images: Tensor) -> dict[str, An
 
 
 @contextmanager
-def _last_bits_disturbed(model: nn.Module) -> Iterator[None]:
+def last_bits_disturbed(model: nn.Module) -> Iterator[None]:
     """One in three outputs of LayerNorm and GELU is another float, as it is in another library.
 
     Of a LayerNorm it is a neighbouring one. GELU is x / 2 times a sum, 1 + erf, that is rounded in its last bit.
