@@ -76,7 +76,7 @@ def test_a_budget_is_kept_and_changes_no_losses() -> None:
     assert "pinned host memory" in bounded["cache"].values()
     first = [[unit["losses"][0][1] for unit in metrics["units"][:2]] for metrics in (bounded, free)]
     assert first[0][0] == pytest.approx(first[1][0], rel=1e-3)
-    # The second unit starts from ranges that were searched in other portions: of two equal ones, the other may win.
+    # The second unit starts from ranges searched in other portions: of two that are equal, the other may win.
     assert first[0][1] == pytest.approx(first[1][1], rel=0.05)
 
 
