@@ -70,11 +70,14 @@ def _logits(model: nn.Module, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fidelity(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """KL divergence and top-1 agreement of a model with given full-precision logits, over calibration images."""
+    """KL divergence and agreement of a model with given full-precision logits, over calibration images.
+
+    Logits are (n, classes), or (n, decisions, classes): then agreement is the share of equal decisions.
+    """
     count = agreement = divergence = 0.0
     for images, teacher in batches:
         logits = model(images)
         count += len(logits)
-        agreement += float((logits.argmax(-1) == teacher.argmax(-1)).sum())
+        agreement += float((logits.argmax(-1) == teacher.argmax(-1)).view(len(logits), -1).double().mean(1).sum())
         divergence += float(kl_divergence(teacher, logits).sum())
     return {"kl_divergence": divergence / count, "agreement": round(100 * agreement / count, 3)}

@@ -13,6 +13,7 @@ Method = Literal["rtn", "qdrop", "brecq", "diag", "rank1", "lowrank", "fima-q"]
 Preset = Literal["deploy", "released"]
 Averages = Literal["signed", "absolute"]
 Precision = Literal["fp32", "tf32", "bf16"]
+Task = Literal["classification", "detection"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 FISHER_METHODS = ("brecq", "diag", "rank1", "lowrank", "fima-q")
@@ -31,6 +32,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    task: Task = "classification"
     model: str | None = Field(None, description="timm model name; None for a model object")
     weights: Path | None = Field(None, description="safetensors file or plain torch state dict")
     model_args: dict[str, Any] = Field(default_factory=dict, description="goes to timm.create_model")
@@ -41,6 +43,9 @@ class Config(BaseModel):
     val_size: int | None = Field(None, ge=1, description="images evaluated at the end; None: all")
     crop_pct: float | None = Field(None, gt=0, le=1)
     class_map: Path | None = Field(None, description="JSON file: validation folder name -> class index")
+    image_size: tuple[int, int] = Field(
+        (800, 1333), description="detection: short and long side that images are resized to fit"
+    )
 
     bits: str = "w4a4"
     method: Method = "fima-q"
@@ -94,6 +99,9 @@ class Config(BaseModel):
                 f"rank {self.rank} is larger than iters {self.iters}: "
                 f"a rank is added every iters/rank iterations; give a rank of at most {self.iters}"
             )
+        short, long = self.image_size
+        if not 32 <= short <= long:
+            raise ValueError(f"image_size {short},{long}: give a short side of 32 at least, then the long one")
         if self.batch_size > self.calib_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is larger than calib_size {self.calib_size}: "

@@ -6,7 +6,7 @@ import json
 import platform
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from fimaq.artifact.run_directory import RunDirectory
 from fimaq.calibrate.fold import fold_layer_norms
 from fimaq.calibrate.massive import divide_massive_channels
 from fimaq.config import Config
+from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.data.inputs import gather_images, tensor_fingerprint
 from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
+from fimaq.detection.build import build_folded_detector
 from fimaq.errors import FimaqError, InputError
 from fimaq.models.build import build_architecture, check_finite
 from fimaq.models.prepare import Structure, apply_structure, prepare_model
@@ -30,7 +32,7 @@ from fimaq.models.units import UnitChain
 from fimaq.progress import Silent
 from fimaq.reconstruct.algorithm import Reconstruction, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.memory import SWEEP, bounded
+from fimaq.reconstruct.memory import bounded, sweep_of
 from fimaq.version import __version__
 
 FORMAT = 2
@@ -91,13 +93,19 @@ def run_quantization(
     model: nn.Module,
     images: Tensor,
     config: Config,
-    preprocessing: Preprocessing | None,
+    preprocessing: Preprocessing | DetectionPreprocessing | None,
     fingerprint: str,
     out: Path | None,
     resume: bool,
     progress: Silent,
+    only_searched: Sequence[str] = (),
+    quantize_rest: Callable[[Structure], None] | None = None,
 ) -> Run:
-    """Quantize `model` in place and store the run. `images`: the calibration set (n, C, H, W)."""
+    """Quantize `model` in place and store the run. `images`: the calibration set (n, C, H, W).
+
+    Units in `only_searched` are not reconstructed. `quantize_rest` is called when the units are done: for parts of
+    the model that its forward pass does not reach.
+    """
     device = choose_device(config.device)
     check_finite(model)
     with contextlib.ExitStack() as stack:
@@ -116,7 +124,7 @@ def run_quantization(
             config.allow_float,
             rescale_rows=config.preset == "deploy",
         )
-        chain = UnitChain(model, structure, example)
+        chain = UnitChain(model, structure, example, only_searched)
         directory = None
         if out is not None:
             same = ("format", "settings", "model", "data", "preprocessing")
@@ -126,6 +134,8 @@ def run_quantization(
                 load_quantized_state(model, directory.read_model()[0])
                 return Run(model, config, directory.read_metrics(), out)
         metrics = _quantize_units(chain, structure, images, config, device, directory, progress)
+        if quantize_rest is not None:
+            quantize_rest(structure)
         if directory is not None:
             state = quantized_state(model)
             metrics["size"] = _sizes(state, model)
@@ -148,7 +158,7 @@ def _quantize_units(
     model, example = chain.model, images[[0, -1]].to(device)
 
     def for_ranges() -> Iterator[Tensor]:
-        return (batch.to(device) for batch in images[: config.search_size].split(SWEEP))
+        return (batch.to(device) for batch in images[: config.search_size].split(sweep_of(images)))
 
     folded = fold_layer_norms(model, example, for_ranges)
     structure.divided.update(divide_massive_channels(model, for_ranges))
@@ -246,10 +256,12 @@ def load(path: str | Path, model: nn.Module | None = None, device: str = "cpu") 
     described = directory.config["model"]
     if model is None and described["name"] is None:
         raise InputError(f"{path} was made from a model object timm cannot build; give load(path, model=...)")
-    if model is None:
-        fresh = build_architecture(described["name"], described["num_classes"], described["args"])
-    else:
+    if model is not None:
         fresh = copy.deepcopy(model)
+    elif directory.config["settings"].get("task") == "detection":
+        fresh = build_folded_detector(described["name"], described["num_classes"], described["args"])
+    else:
+        fresh = build_architecture(described["name"], described["num_classes"], described["args"])
     tensors, metadata = directory.read_model()
     try:
         apply_structure(fresh, Structure.from_dict(json.loads(metadata["structure"])))
@@ -293,7 +305,11 @@ def numerics(config: Config) -> Iterator[None]:
 
 
 def _describe(
-    model: nn.Module, config: Config, preprocessing: Preprocessing | None, fingerprint: str, images: int
+    model: nn.Module,
+    config: Config,
+    preprocessing: Preprocessing | DetectionPreprocessing | None,
+    fingerprint: str,
+    images: int,
 ) -> dict[str, Any]:
     """What config.json records: all that is needed to repeat the run and to recognise it again."""
     settings = config.model_dump(mode="json")

@@ -21,6 +21,8 @@ from fimaq.quant.quantizers import ActivationQuantizer
 ROWS = {"cpu": 1024, "cuda": 8192}
 """Token vectors an activation search looks at; extremes are taken over all of them."""
 FEWEST_IMAGES = 4
+OF_EACH_SIZE = 8
+MOST_PATCH_VALUES = 2**28
 SizeOf = Callable[[Tensor], Tensor]
 """Outputs (..., n, m) -> by what their errors are divided, (..., n, 1)."""
 
@@ -72,14 +74,28 @@ def recorded_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return {module: [torch.cat(parts) for parts in zip(*calls, strict=True)] for module, calls in seen.items()}
+    return {module: [_joined(parts) for parts in zip(*calls, strict=True)] for module, calls in seen.items()}
+
+
+def _joined(calls: Sequence[Tensor]) -> Tensor:
+    """What all calls saw, one after the other.
+
+    A convolution that serves a pyramid of feature maps sees several sizes. Of each a few images are kept, and
+    smaller maps are padded with zeros, which are quantized without error.
+    """
+    sizes = {call.shape[1:] for call in calls}
+    if len(sizes) == 1:
+        return torch.cat(list(calls))
+    height, width = (max(size[d] for size in sizes) for d in (-2, -1))
+    maps = [_spread(torch.cat([c for c in calls if c.shape[1:] == s]), OF_EACH_SIZE) for s in sorted(sizes)]
+    return torch.cat([F.pad(m, (0, width - m.shape[-1], 0, height - m.shape[-2])) for m in maps])
 
 
 def _set_input(layer: QuantizedLayer, x: Tensor, per_token: bool, size_of: SizeOf) -> None:
     """Range of a layer's input: (B, ..., in) for Linear, (B, in, H, W) for Conv2d."""
     quantizer = layer.input_quantizer
     if isinstance(layer, QuantConv2d):
-        sample = _spread(x, FEWEST_IMAGES)
+        sample = _spread(x, max(FEWEST_IMAGES, _rows(x) // x[0, 0].numel()))
 
         def convolve(delta: Tensor) -> Tensor:
             return layer._conv_forward(delta.flatten(0, 1), layer.weight, None).unflatten(0, delta.shape[:2])
@@ -129,7 +145,9 @@ def _gram(layer: QuantizedLayer, x: Tensor, size_of: SizeOf) -> Tensor:
     else:
         assert isinstance(layer, QuantConv2d)
         padding = layer.padding if not isinstance(layer.padding, str) else _explicit_padding(layer)
-        patches = F.unfold(_spread(x, 64), layer.kernel_size, layer.dilation, padding, layer.stride)
+        of_one = F.unfold(x[:1], layer.kernel_size, layer.dilation, padding, layer.stride)
+        images = _spread(x, min(64, max(1, MOST_PATCH_VALUES // of_one.numel())))
+        patches = F.unfold(images, layer.kernel_size, layer.dilation, padding, layer.stride)
         rows = patches.unflatten(1, (layer.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
     return rows.transpose(1, 2) @ rows / rows.shape[1]
 

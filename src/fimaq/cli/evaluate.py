@@ -7,10 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from fimaq.errors import InputError
+
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A finished run directory.")],
-    data: Annotated[Path | None, typer.Option(help="Folder with val/ inside.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with val/ inside; for a detector, a COCO folder.")
+    ] = None,
     val: Annotated[Path | None, typer.Option(help="Validation images, one folder per class.")] = None,
     crop_pct: Annotated[float | None, typer.Option(help="Overrides the run's stored preprocessing.")] = None,
     val_size: Annotated[
@@ -24,12 +28,26 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Top-1 and top-5 of a run, full precision beside quantized, on labelled images.
+    """Top-1 and top-5 of a run, or a detector's box and mask AP, full precision beside quantized.
 
     Preprocessing is the run's own; class folders are mapped to classes by name.
     """
+    from fimaq.artifact.run_directory import RunDirectory
+    from fimaq.cli.detection import evaluate_detection, print_average_precision
     from fimaq.progress import for_terminal
 
+    if RunDirectory.open_existing(run).config["settings"].get("task") == "detection":
+        folder = data or val
+        if folder is None:
+            raise InputError("no validation data was given: use --data COCO_DIR")
+        with for_terminal() as progress:
+            result = evaluate_detection(run, folder, val_size, weights, device, progress)
+        if as_json:
+            json.dump(result, sys.stdout)
+            sys.stdout.write("\n")
+        else:
+            print_average_precision(result)
+        return
     with for_terminal() as progress:
         result = _evaluate(run, data, val, crop_pct, val_size, class_map, weights, batch_size, device, progress)
     if as_json:
@@ -56,7 +74,6 @@ def _evaluate(
     from fimaq.accuracy import evaluate_models
     from fimaq.artifact.run_directory import RunDirectory
     from fimaq.data import Preprocessing, build_transform, validation_set
-    from fimaq.errors import InputError
     from fimaq.pipeline import choose_device, load
 
     directory = RunDirectory.open_existing(run)
@@ -89,7 +106,6 @@ def _evaluate(
 def _full_precision(config: dict[str, Any], weights: Path | None, progress: Any) -> Any:
     """The original model, when its weights can still be had and are the ones the run was made from."""
     from fimaq.data.inputs import tensor_fingerprint
-    from fimaq.errors import InputError
     from fimaq.models.build import build_model
 
     described, given = config["model"], config["given"]

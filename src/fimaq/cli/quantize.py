@@ -16,8 +16,13 @@ def _default(name: str) -> str:
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="timm model name, such as deit_tiny_patch16_224.")],
+    model: Annotated[
+        str, typer.Argument(help="timm model name, such as deit_tiny_patch16_224; or a detector, see --task.")
+    ],
     out: Annotated[Path, typer.Option(help="Run directory to make.")],
+    task: Annotated[
+        str | None, typer.Option(help="classification or detection. [default: classification]")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with train/ (calibration) and val/ inside.")] = None,
     calib: Annotated[Path | None, typer.Option(help="Calibration images; no labels needed.")] = None,
     val: Annotated[Path | None, typer.Option(help="Validation images, one folder per class.")] = None,
@@ -43,6 +48,9 @@ def quantize(
         int | None, typer.Option(help=f"Images in a reconstruction step. {_default('batch_size')}")
     ] = None,
     crop_pct: Annotated[float | None, typer.Option(help="Overrides the model's own; 1.0: no crop.")] = None,
+    image_size: Annotated[
+        str | None, typer.Option(help="Detection: short and long side to fit images into. [default: 800,1333]")
+    ] = None,
     model_arg: Annotated[
         list[str] | None, typer.Option(help="key=value for timm.create_model, repeatable; tuples as 3,6,12.")
     ] = None,
@@ -69,19 +77,26 @@ def quantize(
     """Quantize a model with the help of unlabelled images.
 
     Example: `fimaq quantize deit_tiny_patch16_224 --data imagenet --bits w4a4 --out runs/deit-tiny`
+
+    Detector: `fimaq quantize mask_rcnn_swin_t --task detection --data coco --weights FILE --out runs/mask-rcnn`
     """
-    from fimaq.cli.values import build_config, parse_pairs
+    from fimaq.cli.detection import print_average_precision, run_detection
+    from fimaq.cli.values import build_config, parse_pairs, parse_value
     from fimaq.progress import for_terminal
 
     flags = {name: value for name, value in locals().items() if name in Config.model_fields}
     flags["model_args"] = parse_pairs(model_arg, "--model-arg") if model_arg else None
+    flags["image_size"] = None if image_size is None else parse_value(image_size)
     settings = build_config(flags, config, data)
     with for_terminal() as progress:
-        metrics = _run(settings, out, resume, progress)
+        run = run_detection if settings.task == "detection" else _run
+        metrics = run(settings, out, resume, progress)
     if as_json:
         json.dump({"run": str(out), **metrics}, sys.stdout)
         sys.stdout.write("\n")
     else:
+        if settings.task == "detection" and "accuracy" in metrics:
+            print_average_precision(metrics.pop("accuracy"))
         _print_summary(out, metrics)
 
 

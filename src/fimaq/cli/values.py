@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from fimaq.cli.detection import USUAL, detection_folders
 from fimaq.config import Config, read_config_file
 from fimaq.data.classes import data_folders
 from fimaq.errors import InputError
@@ -37,14 +38,18 @@ def build_config(flags: dict[str, Any], config_file: Path | None, data: Path | N
     stored = values.pop("data", None)
     if stored is not None and not isinstance(stored, str):
         raise InputError(f"data: {stored!r} in {config_file} is not a folder name")
-    values = {**_folders(stored if data is None else None), **values, **_folders(data)}
-    values |= {key: value for key, value in flags.items() if value is not None}
-    return Config.create(**values)
+    given = {key: value for key, value in flags.items() if value is not None}
+    task = given.get("task", values.get("task"))
+    usual = USUAL if task == "detection" else {}
+    values = {**usual, **_folders(stored if data is None else None, task), **values, **_folders(data, task)}
+    return Config.create(**(values | given))
 
 
-def _folders(data: str | Path | None) -> dict[str, Path]:
+def _folders(data: str | Path | None, task: str | None) -> dict[str, Path]:
     """The settings that a data folder stands for."""
     if data is None:
         return {}
+    if task == "detection":
+        return detection_folders(Path(data))
     calib, val = data_folders(Path(data))
     return {"calib": calib} if val is None else {"calib": calib, "val": val}

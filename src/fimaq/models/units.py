@@ -69,6 +69,7 @@ class Unit:
     outputs: Signature = field(init=False)
     output_shapes: list[torch.Size] = field(init=False)
     carried: tuple[int, ...] = ()  # earlier units whose outputs are still needed after this one
+    reconstructed: bool = True  # False: its ranges are searched, and that is all
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensors:
         """Batched inputs to batched outputs: lists of tensors with one row per image."""
@@ -89,12 +90,20 @@ class _ReachedUnit(Exception):  # noqa: N818  (a jump out of a forward pass, not
 
 
 class UnitChain:
-    """A model seen as an ordered chain of units. `example`: at least two images (n, C, H, W)."""
+    """A model seen as an ordered chain of units. `example`: at least two images (n, C, H, W).
 
-    def __init__(self, model: nn.Module, structure: Structure, example: Tensor) -> None:
+    Of the units named by `only_searched` just the ranges are searched.
+    """
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, example: Tensor, only_searched: Sequence[str] = ()
+    ) -> None:
         self.model = model
         self.image_shape = example.shape[1:]
-        self.units = [Unit(name, module) for name, module in _find_units(model, structure).items()]
+        self.units = [
+            Unit(name, module, reconstructed=name not in only_searched)
+            for name, module in _find_units(model, structure).items()
+        ]
         self._trace(example[:2])
         self._check(example[:2])
 

@@ -66,7 +66,7 @@ class Reconstruction:
         unit = self.chain.units[index]
         self.cache_full_precision(index)
         self.search_ranges(unit)
-        if self.config.method == "rtn":
+        if self.config.method == "rtn" or not unit.reconstructed:
             return self._harden(unit, [], True)
 
         torch.manual_seed(self.config.seed * 1009 + index)

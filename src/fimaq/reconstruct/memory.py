@@ -17,7 +17,8 @@ from fimaq.fisher.divergence import kl_gradient
 from fimaq.models.units import UnitChain
 
 SWEEP = 64
-"""Images at a time when a unit or a suffix is run over the calibration set, if memory allows."""
+"""Images of USUAL_PIXELS at a time when a unit or a suffix is run over the calibration set, if memory allows."""
+USUAL_PIXELS = 384 * 384
 SHARE = 1 / 3
 
 
@@ -54,14 +55,21 @@ def bounded(device: torch.device, budget: int | None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, number)
 
 
-def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> int:
-    """How many images at a time may run through the longest suffix and back: a power of two, at most SWEEP.
+def sweep_of(images: Tensor) -> int:
+    """How many of these images (n, C, H, W) may be looked at together: fewer of large ones, a power of two."""
+    fitting = SWEEP * USUAL_PIXELS // (images.shape[-2] * images.shape[-1])
+    return min(SWEEP, 1 << max(0, fitting.bit_length() - 1))
 
-    `images`: a few on the device, on which it is tried out. Without a budget, and on a CPU, always SWEEP: the sums
-    over images should not depend on what else happens to run on the machine.
+
+def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> int:
+    """How many images at a time may run through the longest suffix and back: a power of two, at most `sweep_of`.
+
+    `images`: a few on the device, on which it is tried out. Without a budget, and on a CPU, always `sweep_of`: the
+    sums over images should not depend on what else happens to run on the machine.
     """
+    most = sweep_of(images)
     if budget is None or not images.is_cuda:
-        return SWEEP
+        return most
 
     def gradients() -> None:
         with torch.no_grad():
@@ -75,4 +83,4 @@ def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> in
     needed = (torch.cuda.max_memory_allocated() - before) / len(images)
     # Twice: once for what is recorded as a CUDA graph and kept, once for a last, shorter batch.
     affordable = SHARE * (budget - before) / (2 * max(1.0, needed))
-    return min(SWEEP, 1 << max(0, int(affordable).bit_length() - 1))
+    return min(most, 1 << max(0, int(affordable).bit_length() - 1))

@@ -1,0 +1,116 @@
+"""From proposals to detections: one round (Mask R-CNN) or three that refine each other's boxes (Cascade)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fimaq.detection import masks
+from fimaq.detection.box_head import REGION_SIZE, BoxHead
+from fimaq.detection.boxes import Numbers4, with_image_index
+from fimaq.detection.detections import Detections
+from fimaq.detection.masks import MaskHead
+from fimaq.detection.nms import choose_detections
+from fimaq.detection.roi import pool_regions
+
+LEAST_SCORE = 0.05
+OVERLAP = 0.5
+DETECTIONS = 100
+STAGE_STDS: tuple[Numbers4, ...] = (
+    (0.1, 0.1, 0.2, 0.2),
+    (0.05, 0.05, 0.1, 0.1),
+    (0.033, 0.033, 0.067, 0.067),
+)
+
+Sizes = Sequence[tuple[int, int]]
+
+
+class StandardRoIHead(nn.Module):
+    """One box head and one mask head."""
+
+    def __init__(
+        self, box_head: str, num_classes: int, channels: int, fc_channels: int, class_agnostic: bool
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.least_score = LEAST_SCORE
+        self.bbox_head = BoxHead(box_head, num_classes, channels, fc_channels, STAGE_STDS[0], class_agnostic)
+        self.mask_head = MaskHead(num_classes, channels)
+
+    def forward(self, features: Sequence[Tensor], proposals: list[Tensor], sizes: Sizes) -> list[Detections]:
+        """Pyramid maps (n, channels, h_i, w_i) and per image proposals (k, 4) -> detections per image."""
+        heads = [self.bbox_head], [self.mask_head]
+        return detect_in_stages(*heads, features, proposals, sizes, self.least_score)
+
+
+class CascadeRoIHead(nn.Module):
+    """Three box heads in a row and three mask heads side by side."""
+
+    def __init__(
+        self, box_head: str, num_classes: int, channels: int, fc_channels: int, class_agnostic: bool
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.least_score = LEAST_SCORE
+        self.bbox_head = nn.ModuleList(
+            BoxHead(box_head, num_classes, channels, fc_channels, stds, class_agnostic) for stds in STAGE_STDS
+        )
+        self.mask_head = nn.ModuleList(MaskHead(num_classes, channels) for _ in STAGE_STDS)
+
+    def forward(self, features: Sequence[Tensor], proposals: list[Tensor], sizes: Sizes) -> list[Detections]:
+        """As in StandardRoIHead."""
+        box_heads = [head for head in self.bbox_head if isinstance(head, BoxHead)]
+        mask_heads = [head for head in self.mask_head if isinstance(head, MaskHead)]
+        return detect_in_stages(box_heads, mask_heads, features, proposals, sizes, self.least_score)
+
+
+def detect_in_stages(
+    box_heads: Sequence[BoxHead],
+    mask_heads: Sequence[MaskHead],
+    features: Sequence[Tensor],
+    proposals: list[Tensor],
+    sizes: Sizes,
+    least_score: float,
+) -> list[Detections]:
+    """Detections of each image: boxes of the last stage, classes and masks of all stages together."""
+    boxes, scores = boxes_and_scores(box_heads, features, proposals, sizes)
+    chosen = [
+        choose_detections(b, s, least_score, OVERLAP, DETECTIONS) for b, s in zip(boxes, scores, strict=True)
+    ]
+    counts = [len(labels) for _, _, labels in chosen]
+    regions = with_image_index([kept for kept, _, _ in chosen])
+    labels = torch.cat([kept for _, _, kept in chosen])
+    probabilities = mask_probabilities(mask_heads, features, regions, labels).split(counts)
+    return [Detections(*kept, masks=mask) for kept, mask in zip(chosen, probabilities, strict=True)]
+
+
+def boxes_and_scores(
+    heads: Sequence[BoxHead], features: Sequence[Tensor], proposals: list[Tensor], sizes: Sizes
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Per image: boxes (k, 4) or (k, 4 * classes) of the last head, and scores (k, classes + 1).
+
+    The scores are the softmax of the logits' mean over the stages, not the mean of softmaxes.
+    """
+    counts = [len(p) for p in proposals]
+    sum_of_logits = None
+    for stage, head in enumerate(heads):
+        pooled = pool_regions(features, with_image_index(proposals), REGION_SIZE)
+        stage_logits, stage_deltas = head(pooled)
+        sum_of_logits = stage_logits if sum_of_logits is None else sum_of_logits + stage_logits
+        logits, deltas = stage_logits.split(counts), stage_deltas.split(counts)
+        if stage < len(heads) - 1:
+            proposals = [head.refined(*given) for given in zip(proposals, logits, deltas, sizes, strict=True)]
+    assert sum_of_logits is not None
+    scores = (sum_of_logits / len(heads)).softmax(dim=1).split(counts)
+    boxes = [heads[-1].boxes(*given) for given in zip(proposals, deltas, sizes, strict=True)]
+    return boxes, list(scores)
+
+
+def mask_probabilities(
+    heads: Sequence[MaskHead], features: Sequence[Tensor], regions: Tensor, labels: Tensor
+) -> Tensor:
+    """Masks of regions (k, 5) for their labels (k,), the mean of the heads' probabilities: (k, 28, 28)."""
+    if not len(regions):
+        return regions.new_zeros(0, masks.MASK_SIZE, masks.MASK_SIZE)
+    pooled = pool_regions(features, regions, masks.REGION_SIZE)
+    return torch.stack([head.probabilities(pooled, labels) for head in heads]).mean(dim=0)

@@ -1,0 +1,96 @@
+"""A detector quantized as a whole: what is reconstructed, what is only searched, what stays float, and loading it."""
+
+from typing import Any
+
+import pytest
+import torch
+from narrow_detector import CLASSES, NARROW, images, narrow_detector
+
+from fimaq.config import Config
+from fimaq.data.detection_image import DetectionPreprocessing
+from fimaq.detection.detector import Detector
+from fimaq.detection.quantize import ProposalScores, quantize_detector
+from fimaq.errors import InputError
+from fimaq.pipeline import Run, load
+from fimaq.progress import Silent
+from fimaq.quant.layers import QuantizedLayer, quantized_layers, quantized_products
+
+HEIGHT, WIDTH = 64, 96
+DETECTORS = ("mask_rcnn_swin_t", "cascade_mask_rcnn_swin_t")
+
+
+def quantized(detector: Detector, out: Any = None, **settings: Any) -> Run:
+    given = {"calib_size": 8, "batch_size": 4, "search_size": 4, "iters": 6, "rank": 2, "device": "cpu"} | settings
+    config = Config.create(task="detection", num_classes=CLASSES, model_args=NARROW, **given)
+    calibration = images(HEIGHT, WIDTH, 8).float()
+    sizes = [(HEIGHT, WIDTH)] * 8
+    preprocessing = DetectionPreprocessing(HEIGHT, WIDTH)
+    return quantize_detector(detector, calibration, sizes, config, preprocessing, "", out, False, Silent())
+
+
+@pytest.fixture(scope="module", params=DETECTORS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("detector") / "run"
+    return quantized(narrow_detector(request.param).float(), out, model=request.param, bits="w4a4")
+
+
+def test_every_convolution_linear_and_product_is_quantized(run: Run) -> None:
+    layers = [m for m in run.model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))]
+    assert len(layers) > 30
+    assert all(isinstance(layer, QuantizedLayer) and layer.hard for layer in layers)
+    assert len(list(quantized_products(run.model))) == 2 * sum(NARROW["depths"])
+    assert all(product.quantized for _, product in quantized_products(run.model))
+
+
+def test_what_stays_float_is_listed(run: Run) -> None:
+    heads = ["mask_head"] if len(run.metrics["stayed_float"]) == 1 else [f"mask_head.{i}" for i in range(3)]
+    assert run.metrics["stayed_float"] == [f"roi_head.{head}.upsample (ConvTranspose2d)" for head in heads]
+
+
+def test_backbone_and_pyramid_are_reconstructed_and_proposals_only_searched(run: Run) -> None:
+    learned = {unit["unit"]: bool(unit["losses"]) for unit in run.metrics["units"]}
+    assert not learned.pop("rpn_head")
+    assert list(learned)[-1] == "neck"
+    assert all(learned.values())
+    assert len(learned) == 1 + sum(NARROW["depths"]) + 3 + 1
+
+
+def test_a_stored_detector_detects_the_same_in_images_of_any_size(run: Run) -> None:
+    loaded = load(run.path)
+    for height, width in ((HEIGHT, WIDTH), (75, 53)):
+        given = images(height, width).float(), [(height, width)]
+        with run.model.every_region_counts(), loaded.every_region_counts():
+            one, two = run.model(*given)[0], loaded(*given)[0]
+        assert len(one) > 0
+        for name in ("boxes", "scores", "labels", "masks"):
+            assert torch.equal(getattr(one, name), getattr(two, name))
+
+
+def test_eight_bits_stay_close_to_full_precision_and_three_do_not() -> None:
+    detector = narrow_detector().float()
+    given = images(HEIGHT, WIDTH, 2).float()
+    full = detector.rpn_scores(given)
+    errors = {}
+    for bits in ("w8a8", "w3a3"):
+        found = quantized(narrow_detector().float(), bits=bits, method="rtn").model.rpn_scores(given)
+        errors[bits] = ((found - full).square().mean() / full.var()).item()
+    assert errors["w8a8"] < 0.02 < errors["w3a3"]
+
+
+def test_proposal_scores_are_pairs_of_object_or_not() -> None:
+    detector = narrow_detector()
+    given = images(HEIGHT, WIDTH, 2)
+    pairs = ProposalScores(detector)(given)
+    assert pairs.shape[2] == 2
+    probabilities = pairs.softmax(-1)[..., 0].sort(1).values
+    torch.testing.assert_close(probabilities, detector.rpn_scores(given).sigmoid().sort(1).values)
+
+
+def test_scales_per_token_are_refused() -> None:
+    with pytest.raises(InputError, match="use preset 'deploy'"):
+        quantized(narrow_detector().float(), preset="released")
+
+
+def test_no_layer_of_the_heads_is_forgotten(run: Run) -> None:
+    names = {name for name, _ in quantized_layers(run.model)}
+    assert {name.split(".")[0] for name in names} == {"backbone", "neck", "rpn_head", "roi_head"}
