@@ -6,10 +6,10 @@ import json
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import timm
 import torch
@@ -49,6 +49,16 @@ class Run:
     config: Config
     metrics: dict[str, Any]
     path: Path | None
+
+
+class Rest(Protocol):
+    """What is quantized outside of the chain of units."""
+
+    def prepare(self, structure: Structure) -> None:
+        """Convert its layers, quantizers off, and say so in `structure`."""
+
+    def quantize(self) -> None:
+        """Give them ranges and integers, once the units have theirs."""
 
 
 def quantize(
@@ -99,12 +109,11 @@ def run_quantization(
     resume: bool,
     progress: Silent,
     only_searched: Sequence[str] = (),
-    quantize_rest: Callable[[Structure], None] | None = None,
+    rest: Rest | None = None,
 ) -> Run:
     """Quantize `model` in place and store the run. `images`: the calibration set (n, C, H, W).
 
-    Units in `only_searched` are not reconstructed. `quantize_rest` is called when the units are done: for parts of
-    the model that its forward pass does not reach.
+    Units in `only_searched` are not reconstructed. `rest`: parts that the forward pass does not reach.
     """
     device = choose_device(config.device)
     check_finite(model)
@@ -125,6 +134,8 @@ def run_quantization(
             rescale_rows=config.preset == "deploy",
         )
         chain = UnitChain(model, structure, example, only_searched)
+        if rest is not None:
+            rest.prepare(structure)
         directory = None
         if out is not None:
             same = ("format", "settings", "model", "data", "preprocessing")
@@ -134,8 +145,8 @@ def run_quantization(
                 load_quantized_state(model, directory.read_model()[0])
                 return Run(model, config, directory.read_metrics(), out)
         metrics = _quantize_units(chain, structure, images, config, device, directory, progress)
-        if quantize_rest is not None:
-            quantize_rest(structure)
+        if rest is not None:
+            rest.quantize()
         if directory is not None:
             state = quantized_state(model)
             metrics["size"] = _sizes(state, model)
@@ -258,7 +269,7 @@ def load(path: str | Path, model: nn.Module | None = None, device: str = "cpu") 
         raise InputError(f"{path} was made from a model object timm cannot build; give load(path, model=...)")
     if model is not None:
         fresh = copy.deepcopy(model)
-    elif directory.config["settings"].get("task") == "detection":
+    elif directory.task == "detection":
         fresh = build_folded_detector(described["name"], described["num_classes"], described["args"])
     else:
         fresh = build_architecture(described["name"], described["num_classes"], described["args"])

@@ -1,4 +1,4 @@
-"""A detector quantized as a whole: what is reconstructed, what is only searched, what stays float, and loading it."""
+"""A detector quantized as a whole: what is reconstructed, what only searched, what stays float; loading it."""
 
 from typing import Any
 

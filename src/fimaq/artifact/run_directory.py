@@ -94,6 +94,11 @@ class RunDirectory:
             )
         return cls(path, config, complete=True, lock=None)
 
+    @property
+    def task(self) -> str:
+        """What the run's model is for: classification or detection."""
+        return str(self.config.get("settings", {}).get("task", "classification"))
+
     def __enter__(self) -> Self:
         return self
 

@@ -36,7 +36,7 @@ def evaluate(
     from fimaq.cli.detection import evaluate_detection, print_average_precision
     from fimaq.progress import for_terminal
 
-    if RunDirectory.open_existing(run).config["settings"].get("task") == "detection":
+    if RunDirectory.open_existing(run).task == "detection":
         folder = data or val
         if folder is None:
             raise InputError("no validation data was given: use --data COCO_DIR")

@@ -59,9 +59,11 @@ def _export(
     from fimaq.artifact.run_directory import RunDirectory
     from fimaq.data import Preprocessing, build_transform, load_calibration
     from fimaq.data.folder import list_images
-    from fimaq.export.deliver import export_run
+    from fimaq.export.deliver import export_run, refuse_detectors
 
-    config = RunDirectory.open_existing(run).config
+    directory = RunDirectory.open_existing(run)
+    refuse_detectors(directory)
+    config = directory.config
     if config.get("preprocessing") is None:
         raise InputError(f"{run} was made without image preprocessing; export it in Python")
     transform = build_transform(Preprocessing.from_dict(config["preprocessing"]))

@@ -5,6 +5,7 @@ classification outputs in full precision and quantized. Of the proposal network 
 regions, only the ranges are searched.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -65,48 +66,47 @@ def quantize_detector(
             "use preset 'deploy'"
         )
 
-    def heads(structure: Structure) -> None:
-        quantize_heads(detector, structure, images, sizes, config)
-
-    run = run_quantization(
-        ProposalScores(detector),
-        images,
-        config,
-        preprocessing,
-        fingerprint,
-        out,
-        resume,
-        progress,
-        only_searched=("rpn_head",),
-        quantize_rest=heads,
-    )
+    heads = RegionHeads(detector, images, sizes, config)
+    front = ProposalScores(detector)
+    stored = (preprocessing, fingerprint, out, resume, progress)
+    run = run_quantization(front, images, config, *stored, only_searched=("rpn_head",), rest=heads)
     return Run(detector, config, run.metrics, out)
 
 
-@torch.no_grad()
-def quantize_heads(
-    detector: Detector, structure: Structure, images: Tensor, sizes: list[Size], config: Config
-) -> None:
-    """Search the ranges of all layers that look at regions, on what the quantized detector proposes."""
-    heads = detector.roi_head
-    fold_batch_norms(heads)
-    for name, layer in heads.named_modules():
-        if can_convert(layer):
-            bits = (config.weight_bits, config.activation_bits)
-            convert_layer(layer, *bits)
-            structure.layers[f"roi_head.{name}"] = bits
-        elif isinstance(layer, nn.ConvTranspose2d):
-            structure.stayed_float.append(f"roi_head.{name} (ConvTranspose2d)")
-    heads.requires_grad_(False)
-    device = next(heads.parameters()).device
-    few, step = min(len(images), config.search_size), sweep_of(images)
+@dataclass(frozen=True)
+class RegionHeads:
+    """The box and mask heads, whose layers see regions of a picture and not the picture."""
 
-    def run() -> None:
-        for start in range(0, few, step):
-            stop = min(start + step, few)
-            detector(images[start:stop].to(device), sizes[start:stop])
+    detector: Detector
+    images: Tensor
+    sizes: list[Size]
+    config: Config
 
-    with detector.every_region_counts():
-        set_ranges(heads, run, config.preset, relative=config.method != "qdrop", keep_on_host=True)
-    for _, layer in quantized_layers(heads):
-        layer.harden()
+    def prepare(self, structure: Structure) -> None:
+        heads, bits = self.detector.roi_head, (self.config.weight_bits, self.config.activation_bits)
+        fold_batch_norms(heads)
+        for name, layer in heads.named_modules():
+            if can_convert(layer):
+                convert_layer(layer, *bits)
+                structure.layers[f"roi_head.{name}"] = bits
+            elif isinstance(layer, nn.ConvTranspose2d):
+                structure.stayed_float.append(f"roi_head.{name} (ConvTranspose2d)")
+        heads.requires_grad_(False)
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Search all ranges, on what the quantized detector proposes in a few images."""
+        heads = self.detector.roi_head
+        device = next(heads.parameters()).device
+        few, step = min(len(self.images), self.config.search_size), sweep_of(self.images)
+
+        def run() -> None:
+            for start in range(0, few, step):
+                stop = min(start + step, few)
+                self.detector(self.images[start:stop].to(device), self.sizes[start:stop])
+
+        relative = self.config.method != "qdrop"
+        with self.detector.every_region_counts():
+            set_ranges(heads, run, self.config.preset, relative, keep_on_host=True)
+        for _, layer in quantized_layers(heads):
+            layer.harden()

@@ -15,6 +15,7 @@ from torch import nn
 from fimaq.artifact.files import read_json
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
+from fimaq.export.deliver import refuse_detectors
 from fimaq.export.formats import FORMATS, Format
 from fimaq.models.build import build_architecture
 from fimaq.progress import Silent
@@ -43,7 +44,9 @@ def bench_run(run: Path, threads: int, repeats: int, progress: Silent | None = N
     The full-precision weights are random: time does not depend on them, and they need not be there.
     """
     progress = progress or Silent()
-    described = RunDirectory.open_existing(run).config["model"]
+    directory = RunDirectory.open_existing(run)
+    refuse_detectors(directory)
+    described = directory.config["model"]
     formats = [kind for kind in FORMATS.values() if (run / kind.file).is_file()]
     if not formats:
         names = " and ".join(kind.file for kind in FORMATS.values())

@@ -27,6 +27,11 @@ ANOTHER_SIZE = 16
 """Images on which a file that takes any size is compared with the run at another size."""
 
 
+def refuse_detectors(directory: RunDirectory) -> None:
+    if directory.task == "detection":
+        raise InputError(f"{directory.path} holds a detector; so far only classification models are exported")
+
+
 def export_run(
     run: str | Path,
     images: Mapping[str, Tensor],
@@ -45,6 +50,7 @@ def export_run(
     kind = find_format(format)
     path = Path(run)
     directory = RunDirectory.open_existing(path)
+    refuse_detectors(directory)
     target = Path(out) if out is not None else path / kind.file
     _check(target, kind)
     if not any(len(given) for given in images.values()):
