@@ -50,6 +50,7 @@ def test_a_batch_larger_than_the_calibration_set_is_refused():
 )
 def test_an_amount_of_memory_is_read(text, size):
     assert Config.create(memory_budget=text).memory_budget == size
+    assert Config.create(host_budget=text).host_budget == size
 
 
 @pytest.mark.parametrize("text", ["much", "4 apples", "GiB", "-1GiB", "1.2.3GB", "0", 0])

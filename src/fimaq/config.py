@@ -71,9 +71,12 @@ class Config(BaseModel):
     precision: Precision = "fp32"
     compile: bool | None = Field(None, description="fuse GPU kernels; None: from 1000 iterations on")
     memory_budget: int | None = Field(None, gt=0, description="bytes, or text such as 4GiB; None: all there is")
+    host_budget: int | None = Field(
+        None, gt=0, description="bytes of host memory for what does not fit on the GPU; then disk"
+    )
     seed: int = Field(0, ge=0, lt=2**31)
 
-    @field_validator("memory_budget", mode="before")
+    @field_validator("memory_budget", "host_budget", mode="before")
     @classmethod
     def _sizes_have_units(cls, value: Any) -> Any:
         if not isinstance(value, str):

@@ -36,9 +36,19 @@ from fimaq.reconstruct.memory import bounded, sweep_of
 from fimaq.version import __version__
 
 FORMAT = 2
-NOT_COMPARED = {"calib", "val", "val_size", "class_map", "weights", "crop_pct", "device", "memory_budget"}
+NOT_COMPARED = {
+    "calib",
+    "val",
+    "val_size",
+    "class_map",
+    "weights",
+    "crop_pct",
+    "device",
+    "memory_budget",
+    "host_budget",
+}
 """Settings not compared on resume: what only evaluation reads; those whose effect is compared instead (contents
-behind paths, the resolved preprocessing); the memory budget, to be changed by who ran out of memory."""
+behind paths, the resolved preprocessing); the memory budgets, to be changed by who ran out of memory."""
 
 
 @dataclass
@@ -174,7 +184,7 @@ def _quantize_units(
     folded = fold_layer_norms(model, example, for_ranges)
     structure.divided.update(divide_massive_channels(model, for_ranges))
     folder = directory.path / "checkpoint" if directory else None
-    cache = ActivationCache(len(images), device, folder, config.memory_budget)
+    cache = ActivationCache(len(images), device, folder, config.memory_budget, config.host_budget)
     progress.note(
         f"{len(chain)} units, {len(structure.layers)} layers, "
         f"{sum(n for n, _ in structure.products.values())} attention products, {len(folded)} LayerNorms folded"

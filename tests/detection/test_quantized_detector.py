@@ -94,3 +94,15 @@ def test_scales_per_token_are_refused() -> None:
 def test_no_layer_of_the_heads_is_forgotten(run: Run) -> None:
     names = {name for name, _ in quantized_layers(run.model)}
     assert {name.split(".")[0] for name in names} == {"backbone", "neck", "rpn_head", "roi_head"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch sees no CUDA GPU")
+@pytest.mark.parametrize("compile", [False, True], ids=["uncompiled", "compiled"])
+def test_a_gpu_learns_what_a_cpu_learns(compile: bool) -> None:
+    losses = {}
+    for device in ("cpu", "cuda"):
+        run = quantized(narrow_detector().float(), device=device, compile=compile, iters=6, precision="fp32")
+        losses[device] = [unit["losses"][0][1] for unit in run.metrics["units"] if unit["losses"]]
+    assert losses["cuda"][:3] == pytest.approx(losses["cpu"][:3], rel=1e-2)
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.3)

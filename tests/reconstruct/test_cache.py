@@ -132,3 +132,9 @@ def test_a_budget_bounds_what_is_held_in_memory(tmp_path: Path) -> None:
     cache.write("four", 0, [torch.zeros(COUNT, 10)])
     assert cache.places == {"two": "host memory", "three": "disk", "four": "host memory"}
     cache.close()
+
+
+def test_beside_a_gpu_the_host_holds_no_more_than_it_may() -> None:
+    bounded = ActivationCache(COUNT, torch.device("cuda"), host_budget=1000)
+    assert bounded._fits("pinned host memory", 1000)
+    assert not bounded._fits("pinned host memory", 1001)

@@ -69,6 +69,10 @@ def quantize(
         str | None,
         typer.Option(help="GPU memory to stay within, such as 4GiB. [default: no limit]"),
     ] = None,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(help="Host memory for activations that do not fit on the GPU; the rest goes to disk."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help=f"Same seed, same bits. {_default('seed')}")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,

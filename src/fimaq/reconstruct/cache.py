@@ -20,16 +20,23 @@ FREE_SHARE = 0.6
 class ActivationCache:
     """Named lists of tensors, each (images, ...).
 
-    `folder` holds what fits nowhere else; `budget` bounds all memory of the compute device, in bytes.
+    `folder` holds what fits nowhere else; `budget` bounds all memory of the compute device, `host_budget` what
+    lists take of the host's memory beside a GPU, in bytes.
     """
 
     def __init__(
-        self, count: int, device: torch.device, folder: Path | None = None, budget: int | None = None
+        self,
+        count: int,
+        device: torch.device,
+        folder: Path | None = None,
+        budget: int | None = None,
+        host_budget: int | None = None,
     ) -> None:
         self.count = count
         self.device = device
         self.folder = folder
         self.limit = torch.inf if budget is None else SHARE * budget
+        self.host_limit = torch.inf if host_budget is None else host_budget
         self.places: dict[str, str] = {}
         self._tensors: dict[str, list[Tensor]] = {}
         self._files: dict[str, list[Path]] = {}
@@ -83,11 +90,11 @@ class ActivationCache:
             self.drop(name)
 
     def _fits(self, place: str, size: int) -> bool:
-        """Whether `size` more bytes may be held there; pinned memory is the host's, which no budget bounds."""
+        """Whether `size` more bytes may be held there."""
         held = sum(t.nbytes for n, tensors in self._tensors.items() for t in tensors if self.places[n] == place)
         free = free_bytes(self.device if place == "GPU" else torch.device("cpu"))
-        within = place == "pinned host memory" or held + size <= self.limit
-        return within and size < FREE_SHARE * free
+        limit = self.host_limit if place == "pinned host memory" else self.limit
+        return held + size <= limit and size < FREE_SHARE * free
 
     def _on_disk(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         folder = self.folder or Path(tempfile.gettempdir())
