@@ -250,7 +250,7 @@ def detector_losses(detector: Detector, images: Tensor, truth: Truth) -> dict[st
         [(head.bbox_head, head.mask_head)] if single else list(zip(head.bbox_head, head.mask_head, strict=True))
     )
     boxes, available = propose(logits, deltas, anchors, size)
-    for stage, (box_head, mask_head) in enumerate(stages):
+    for stage, (box_head, mask_head) in enumerate(zip(box_heads, mask_heads, strict=True)):
         regions = choose_regions(boxes, available, truth, STAGE_OVERLAPS[stage])
         classes, places, boxes = box_losses(box_head, features, regions, truth, size)
         mask = mask_loss(mask_head, features, regions, truth)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,7 @@ def gather_set(coco: CocoSet) -> tuple[Tensors, list[str]]:
         objects.append(kept)
         for annotation in kept:
             if not isinstance(annotation.segmentation, dict):
-                raise InputError(
-                    f"annotation {annotation.id} has no run lengths: expected those of make_shapes.py"
-                )
+                raise InputError(f"annotation {annotation.id} has no run lengths: expected as of make_shapes.py")
             counts = annotation.segmentation["counts"]
             runs.append(np.array(run_lengths(counts) if isinstance(counts, str) else counts, dtype=np.int32))
     flat = [annotation for kept in objects for annotation in kept]
@@ -98,10 +97,10 @@ class ShapesSet:
     def __init__(self, tensors: Tensors, device: torch.device) -> None:
         jpegs, ends = tensors["jpegs"].numpy(), tensors["jpeg_offsets"].tolist()
         with ThreadPoolExecutor() as pool:  # Pillow lets go of the interpreter while it decodes
-            pixels = list(pool.map(decode_jpeg, (jpegs[a:b] for a, b in zip(ends, ends[1:], strict=False))))
+            pixels = list(pool.map(decode_jpeg, (jpegs[a:b] for a, b in pairwise(ends))))
         size = pixels[0].shape[0]
         runs, ends = tensors["runs"].numpy(), tensors["run_offsets"].tolist()
-        masks = [mask_of_runs(runs[a:b], size) for a, b in zip(ends, ends[1:], strict=False)]
+        masks = [mask_of_runs(runs[a:b], size) for a, b in pairwise(ends)]
         self.images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous().to(device)
         self.masks = torch.from_numpy(np.stack(masks)).to(device)
         """(objects, size, size) bool."""
@@ -192,7 +191,7 @@ def initialise(detector: Detector) -> None:
 
 
 class Average:
-    """A moving average of a detector's weights, which is better than the weights at the end of a short training."""
+    """A moving average of a detector's weights, which after a short training is better than the weights."""
 
     def __init__(self, detector: Detector) -> None:
         self.detector = copy.deepcopy(detector).eval()

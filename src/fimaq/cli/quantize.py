@@ -93,7 +93,7 @@ def quantize(
     flags["image_size"] = None if image_size is None else parse_value(image_size)
     settings = build_config(flags, config, data)
     with for_terminal() as progress:
-        run = run_detection if settings.task == "detection" else _run
+        run = run_detection if settings.task == "detection" else run_classification
         metrics = run(settings, out, resume, progress)
     if as_json:
         json.dump({"run": str(out), **metrics}, sys.stdout)
@@ -104,7 +104,8 @@ def quantize(
         _print_summary(out, metrics)
 
 
-def _run(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, Any]:
+def run_classification(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, Any]:
+    """Quantize a classifier, and evaluate it where there are validation images."""
     from fimaq.accuracy import evaluate_models
     from fimaq.artifact.run_directory import RunDirectory
     from fimaq.data import (
