@@ -239,16 +239,12 @@ def detector_losses(detector: Detector, images: Tensor, truth: Truth) -> dict[st
         grid_anchors(level.shape[2], level.shape[3], stride, level.device)
         for level, stride in zip(features, STRIDES, strict=True)
     ]
-    objectness, anchor_places = anchor_losses(
-        torch.cat(logits, 1), torch.cat(deltas, 1), torch.cat(anchors), truth
-    )
-    losses = {"rpn class": objectness, "rpn box": anchor_places}
+    every_anchor = torch.cat(logits, dim=1), torch.cat(deltas, dim=1), torch.cat(anchors)
+    losses = dict(zip(("rpn class", "rpn box"), anchor_losses(*every_anchor, truth), strict=True))
 
     head = detector.roi_head
     single = isinstance(head, StandardRoIHead)
-    stages = (
-        [(head.bbox_head, head.mask_head)] if single else list(zip(head.bbox_head, head.mask_head, strict=True))
-    )
+    box_heads, mask_heads = ([heads] if single else list(heads) for heads in (head.bbox_head, head.mask_head))
     boxes, available = propose(logits, deltas, anchors, size)
     for stage, (box_head, mask_head) in enumerate(zip(box_heads, mask_heads, strict=True)):
         regions = choose_regions(boxes, available, truth, STAGE_OVERLAPS[stage])

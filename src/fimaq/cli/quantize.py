@@ -101,7 +101,7 @@ def quantize(
     else:
         if settings.task == "detection" and "accuracy" in metrics:
             print_average_precision(metrics.pop("accuracy"))
-        _print_summary(out, metrics)
+        _print_summary(out, metrics, "object or not" if settings.task == "detection" else "top-1")
 
 
 def run_classification(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def run_classification(config: Config, out: Path, resume: bool, progress: Any) -
     return metrics
 
 
-def _print_summary(out: Path, metrics: dict[str, Any]) -> None:
+def _print_summary(out: Path, metrics: dict[str, Any], decision: str) -> None:
     from rich.console import Console
 
     say = Console(highlight=False, soft_wrap=True).print
@@ -176,8 +176,8 @@ def _print_summary(out: Path, metrics: dict[str, Any]) -> None:
         )
     fidelity = metrics["fidelity"]
     say(
-        f"KL to full precision {fidelity['kl_divergence']:.4f}, same top-1 on {fidelity['agreement']:.1f} % "
-        "of the calibration images"
+        f"KL to full precision {fidelity['kl_divergence']:.4f}, same {decision} in {fidelity['agreement']:.1f} % "
+        "on the calibration images"
     )
     if "size" in metrics:
         size = metrics["size"]
