@@ -1,8 +1,8 @@
 """The losses that train a Detector, as MMDetection defines them for Mask R-CNN and Cascade Mask R-CNN.
 
 Everything up to the heads has a fixed shape: objects, proposals and samples are padded and flagged, so that all
-images of a batch are handled at once and a GPU seldom waits for the host. What is smaller than in MMDetection, the
-numbers of proposals and of samples, suits images of 256 pixels with a handful of objects.
+images of a batch are handled at once and a GPU seldom waits for the host. Where constants are not MMDetection's
+(fewer proposals and samples, anchors for small objects), they suit images of 256 pixels with a few objects.
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,8 @@ from fimaq.detection.rpn import OVERLAP, in_anchor_order
 NOTHING, IGNORED = -1, -2
 """What `assign` gives for a box that shows the background, and for one that is neither that nor an object."""
 
+ANCHOR_OVERLAPS = (0.7, 0.3)  # from which an anchor shows an object, below which it shows the background
+ANCHOR_BEST = 0.15  # MMDetection's 0.3 would leave out the shapes of 12 to 17 pixels: the finest anchors have 32
 ANCHOR_SAMPLES, ANCHOR_POSITIVES = 256, 0.5
 CANDIDATES_PER_LEVEL, PROPOSALS = 400, 400
 SUPPRESSION_ROUNDS = 8
@@ -93,11 +95,11 @@ def sample(assigned: Tensor, available: Tensor, count: int, share: float) -> tup
 
     `assigned` and `available` are (n, k); -> indices (n, count), objects first, and whether each is to be used.
     """
-    count = min(count, assigned.shape[1])
+    count, objects = (min(most, assigned.shape[1]) for most in (count, int(count * share)))
     noise = torch.rand(assigned.shape, device=assigned.device)
     positive = available & (assigned >= 0)
     ranks = noise.masked_fill(~positive, -1)
-    limit = ranks.topk(max(1, int(count * share)), dim=1).values[:, -1:]
+    limit = ranks.topk(objects, dim=1).values[:, -1:]
     keys = torch.where(positive & (noise >= limit), 2 + noise, -1)
     keys = torch.where(available & (assigned == NOTHING), noise, keys)
     chosen, indices = keys.topk(count, dim=1)
@@ -141,7 +143,7 @@ def propose(
 
 def anchor_losses(logits: Tensor, deltas: Tensor, anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
     """Of the proposal network: object or not, and where. Logits (n, a), deltas (n, a, 4), anchors (a, 4)."""
-    assigned = assign(overlaps(truth.boxes, anchors), truth.present, 0.7, 0.3, best_at_least=0.3)
+    assigned = assign(overlaps(truth.boxes, anchors), truth.present, *ANCHOR_OVERLAPS, ANCHOR_BEST)
     everywhere = torch.ones_like(assigned, dtype=torch.bool)
     indices, used = sample(assigned, everywhere, ANCHOR_SAMPLES, ANCHOR_POSITIVES)
     assigned = assigned.gather(1, indices)

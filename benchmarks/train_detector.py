@@ -62,7 +62,7 @@ def gather_set(coco: CocoSet) -> tuple[Tensors, list[str]]:
     """
     sizes = {(image.width, image.height) for image in coco.images.values()}
     if len(sizes) != 1 or len(set(*sizes)) != 1:
-        raise InputError(f"images are of {len(sizes)} sizes, such as {min(sizes)}: expected one, and square")
+        raise InputError(f"images are of the sizes {sorted(sizes)[:4]}: expected one size, and square")
     jpegs, objects, runs = [], [], []
     for id, image in coco.images.items():
         jpegs.append(np.fromfile(image.path, dtype=np.uint8))
@@ -73,6 +73,8 @@ def gather_set(coco: CocoSet) -> tuple[Tensors, list[str]]:
                 raise InputError(f"annotation {annotation.id} has no run lengths: expected as of make_shapes.py")
             counts = annotation.segmentation["counts"]
             runs.append(np.array(run_lengths(counts) if isinstance(counts, str) else counts, dtype=np.int32))
+    if not runs:
+        raise InputError("no image shows an object: there is nothing to learn")
     flat = [annotation for kept in objects for annotation in kept]
     corners = [(x, y, x + width, y + height) for x, y, width, height in (annotation.box for annotation in flat)]
     tensors = {
@@ -195,18 +197,21 @@ class Average:
 
     def __init__(self, detector: Detector) -> None:
         self.detector = copy.deepcopy(detector).eval()
+        # state_dict gives views, which training writes through: listed once, they stay up to date.
+        pairs = list(zip(*(module.state_dict().values() for module in (self.detector, detector)), strict=True))
+        self.averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+        self.copied = [pair for pair in pairs if not pair[0].is_floating_point()]
         self.updates = 0
 
     @torch.no_grad()
-    def update(self, detector: Detector) -> None:
+    def update(self) -> None:
+        """Take in the weights that the detector has now."""
         self.updates += 1
         weight = max(1 - AVERAGE_DECAY, 9 / (self.updates + 9))  # the start is soon forgotten
-        own, new = (list(module.state_dict().values()) for module in (self.detector, detector))
-        real = [index for index, tensor in enumerate(own) if tensor.is_floating_point()]
-        torch._foreach_lerp_([own[i] for i in real], [new[i] for i in real], weight)
-        for kept, current in zip(own, new, strict=True):
-            if not kept.is_floating_point():
-                kept.copy_(current)
+        own, new = ([pair[side] for pair in self.averaged] for side in (0, 1))
+        torch._foreach_lerp_(own, new, weight)
+        for kept, current in self.copied:
+            kept.copy_(current)
 
 
 def optimiser(detector: Detector, learning_rate: float) -> torch.optim.AdamW:
@@ -257,7 +262,7 @@ def train(detector: Detector, data: ShapesSet, budget: Budget, batch: int, learn
         total.backward()
         nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
         optimizer.step()
-        average.update(detector)
+        average.update()
         if step == 0 or now - last > SECONDS_BETWEEN_LINES:
             last = now
             report(step, now - start, total, losses)
@@ -274,6 +279,11 @@ def report(step: int, elapsed: float, total: Tensor, losses: dict[str, Tensor]) 
     print(f"step {step}, {elapsed:.0f} s: loss {total.item():.3f} ({parts})", flush=True)
 
 
+def in_16_bits(state: Tensors) -> Tensors:
+    """Matrices and kernels as float16; what is one number per channel costs little and stays as it is."""
+    return {name: value.half() if value.dim() > 1 else value for name, value in state.items()}
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help=", ".join(DETECTORS))
@@ -281,6 +291,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="training set in one file, read instead of --data's")
     parser.add_argument("--prepare", action="store_true", help="write --cache from --data, and end")
     parser.add_argument("--out", type=Path, help="weights file to write")
+    parser.add_argument("--half", action="store_true", help="store matrices and kernels in 16 bits")
     parser.add_argument("--minutes", type=float, default=4.0, help="of training")
     parser.add_argument("--steps", type=int, help="of training, instead of --minutes")
     parser.add_argument("--batch", type=int, default=32)
@@ -323,17 +334,18 @@ def run(options: argparse.Namespace) -> None:
     detector = build_detector(options.model, len(classes), args)
     initialise(detector)
     count = sum(parameter.numel() for parameter in detector.parameters())
-    print(
-        f"{options.model} {args}: {count / 1e6:.2f} million parameters; {len(data)} images on {device}", flush=True
-    )
+    print(f"{options.model} {args}: {count / 1e6:.2f} million parameters", flush=True)
+    print(f"training on {len(data)} images, on {device}", flush=True)
     budget = Budget(options.steps, 60 * options.minutes)
     trained = train(detector.to(device), data, budget, options.batch, options.learning_rate)
     metadata = {"model": options.model, "args": json.dumps(args), "classes": json.dumps(classes)}
-    write_tensors(options.out, trained.state_dict(), metadata)
+    stored = in_16_bits(trained.state_dict()) if options.half else trained.state_dict()
+    write_tensors(options.out, stored, metadata)
+    trained.load_state_dict(stored)  # measure the weights as they are stored
     if options.evaluate:
         size = data.images.shape[-1]
-        scores = evaluate_detectors({"": trained}, val, DetectionPreprocessing(size, size), device, Lines())
-        for kind, values in scores[""].items():
+        scores = evaluate_detectors({"trained": trained}, val, DetectionPreprocessing(size, size), device, Lines())
+        for kind, values in scores["trained"].items():
             listed = ", ".join(f"{name} {value:.1f}" for name, value in values.items() if value is not None)
             print(f"{kind}: {listed}")
 
