@@ -38,13 +38,15 @@ def _options(
 
 def main() -> None:
     """Run the command line. Exit 0 done, 2 bad input, 1 failed, 130 interrupted (resumable)."""
-    from fimaq.cli import bench, demo, evaluate, export, listing, quantize
+    from fimaq.cli import bench, compare, demo, evaluate, export, fisher, listing, quantize
 
     app.command("demo")(demo.demo)
     app.command("quantize")(quantize.quantize)
     app.command("evaluate")(evaluate.evaluate)
     app.command("export")(export.export)
     app.command("bench")(bench.bench)
+    app.command("compare")(compare.compare)
+    app.command("fisher")(fisher.fisher)
     app.command("list")(listing.listing)
     try:
         app()
@@ -54,9 +56,8 @@ def main() -> None:
         _fail(error, FAILED)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            typer.echo(
-                "fimaq: interrupted; finished units are kept: run the command again with --resume", err=True
-            )
+            again = "" if sys.argv[1:2] == ["compare"] else " with --resume"  # a comparison always resumes
+            typer.echo(f"fimaq: interrupted; finished units are kept: run the command again{again}", err=True)
         raise
     except OSError as error:
         _fail(error, FAILED)

@@ -36,19 +36,24 @@ def build_config(flags: dict[str, Any], config_file: Path | None, data: Path | N
     """A Config from the file's keys, overridden by the flags that were given (are not None)."""
     values = read_config_file(config_file) if config_file is not None else {}
     stored = values.pop("data", None)
-    if stored is not None and not isinstance(stored, str):
-        raise InputError(f"data: {stored!r} in {config_file} is not a folder name")
     given = {key: value for key, value in flags.items() if value is not None}
     task = given.get("task", values.get("task"))
     usual = USUAL if task == "detection" else {}
-    values = {**usual, **_folders(stored if data is None else None, task), **values, **_folders(data, task)}
+    values = {
+        **usual,
+        **folder_settings(stored if data is None else None, task),
+        **values,
+        **folder_settings(data, task),
+    }
     return Config.create(**(values | given))
 
 
-def _folders(data: str | Path | None, task: str | None) -> dict[str, Path]:
+def folder_settings(data: str | Path | None, task: str | None) -> dict[str, Path]:
     """The settings that a data folder stands for."""
     if data is None:
         return {}
+    if not isinstance(data, str | Path):
+        raise InputError(f"data: {data!r} is not a folder name")
     if task == "detection":
         return detection_folders(Path(data))
     calib, val = data_folders(Path(data))

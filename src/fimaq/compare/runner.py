@@ -1,0 +1,186 @@
+"""Running the cells of a suite one after the other, and keeping the tables up to date."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fimaq.artifact.files import read_json, write_bytes, write_json
+from fimaq.artifact.run_directory import CONFIG, RunDirectory
+from fimaq.compare.suite import Cell, Suite
+from fimaq.compare.summary import CellResult, measures_of, summarise
+from fimaq.compare.tables import csv_text, html_page, markdown
+from fimaq.config import Config
+from fimaq.errors import FimaqError, InputError
+from fimaq.progress import Silent
+
+REPORT = "compare.json"
+RUNS = "runs"
+GIVEN_FREELY = ("device", "memory_budget", "host_budget")
+"""Settings that a finished run need not share: they say where it was computed, not what."""
+
+RunCell = Callable[[Config, Path, bool, Silent], dict[str, Any]]
+"""(configuration, run directory, resume, progress) -> metrics: what `fimaq quantize` calls."""
+
+
+class Numbered(Silent):
+    """Another progress display, told which cell the work belongs to."""
+
+    def __init__(self, shown: Silent, prefix: str) -> None:
+        self.shown, self.prefix = shown, prefix
+
+    def note(self, text: str) -> None:
+        self.shown.note(text)
+
+    def start(self, what: str, total: int) -> None:
+        self.shown.start(f"{self.prefix}, {what}", total)
+
+    def update(self, done: int, detail: str = "") -> None:
+        self.shown.update(done, detail)
+
+
+def run_suite(suite: Suite, cells: Sequence[Cell], out: Path, run: RunCell, progress: Silent) -> dict[str, Any]:
+    """Run what is not finished in `out`, rewrite the tables after each cell, and return what compare.json holds.
+
+    A cell that fails is recorded and the rest goes on. An interruption passes through; running again resumes.
+    """
+    _check_folder(out, suite)
+    stored = {cell.name: stored_metrics(out / RUNS / cell.name, cell.config) for cell in cells}
+    results = {
+        cell.name: CellResult(cell.name, cell.labels, measures_of(metrics) if metrics else {})
+        for cell in cells
+        for metrics in (stored[cell.name],)
+    }
+    finished = sum(metrics is not None for metrics in stored.values())
+    progress.note(f"{suite.title}: {len(cells)} cells" + (f", {finished} finished already" if finished else ""))
+    (out / RUNS).mkdir(parents=True, exist_ok=True)
+    report = write_report(suite, list(results.values()), out)
+    for number, cell in enumerate(cells, 1):
+        if stored[cell.name] is not None:
+            continue
+        progress.note(f"cell {number} of {len(cells)}: {cell.name}")
+        results[cell.name] = _run_cell(cell, out, run, Numbered(progress, f"cell {number}/{len(cells)}"))
+        error = results[cell.name].error
+        if error is not None:
+            progress.note(f"cell {number} of {len(cells)} failed: {error}")
+        report = write_report(suite, list(results.values()), out)
+    return report
+
+
+def stored_metrics(path: Path, config: Config) -> dict[str, Any] | None:
+    """What a finished run of exactly this configuration measured; None where there is still work to do.
+
+    A run of other settings or paths is left to the run itself, which compares contents and says what differs.
+    """
+    try:
+        directory = RunDirectory.open_existing(path)
+        metrics = directory.read_metrics()
+    except InputError:
+        return None
+    known = {
+        **config.model_dump(mode="json"),
+        "rank": config.resolved_rank,
+        "rounding_lr": config.resolved_rounding_lr,
+        "scale_lr": config.resolved_scale_lr,
+    }
+    sections = directory.config
+    model = sections.get("model", {})
+    kept = {**sections.get("settings", {}), **sections.get("given", {})}
+    kept |= {"model": model.get("name"), "model_args": model.get("args")}
+    if config.num_classes is not None:
+        kept["num_classes"] = model.get("num_classes")
+    compared = [key for key in known if key not in GIVEN_FREELY and (key != "num_classes" or key in kept)]
+    same = all(key in kept and _comparable(kept[key], key) == _comparable(known[key], key) for key in compared)
+    evaluated = "accuracy" in metrics or config.val is None
+    return metrics if same and evaluated else None
+
+
+def write_report(suite: Suite, results: Sequence[CellResult], out: Path) -> dict[str, Any]:
+    """Write compare.json and the three tables, each whole or not at all."""
+    entries = summarise(results, suite.rows, suite.columns)
+    report: dict[str, Any] = {
+        "suite": suite.name,
+        "quick": suite.quick,
+        "rows": suite.rows,
+        "columns": suite.columns,
+        "overview": suite.overview,
+        "cells": [
+            {
+                "name": result.name,
+                "run": f"{RUNS}/{result.name}",
+                "labels": result.labels,
+                "state": result.state,
+                "measures": result.measures,
+                "error": result.error,
+            }
+            for result in results
+        ],
+        "table": [
+            {
+                **dict(zip(suite.rows, entry.row, strict=True)),
+                **dict(zip(suite.columns, entry.column, strict=True)),
+                "runs_done": entry.done,
+                "runs": entry.total,
+                "measures": {key: {"mean": a.mean, "spread": a.spread} for key, a in entry.averages.items()},
+            }
+            for entry in entries
+        ],
+    }
+    shape = (results, suite.rows, suite.columns)
+    write_bytes(out / "table.md", markdown(suite.title, *shape, suite.overview).encode(errors="backslashreplace"))
+    write_bytes(out / "table.csv", csv_text(*shape).encode(errors="backslashreplace"))
+    write_bytes(
+        out / "table.html", html_page(suite.title, *shape, suite.overview).encode(errors="backslashreplace")
+    )
+    write_json(out / REPORT, report)
+    return report
+
+
+def _run_cell(cell: Cell, out: Path, run: RunCell, progress: Silent) -> CellResult:
+    _forget_peak_memory()
+    try:
+        metrics = run(cell.config, out / RUNS / cell.name, True, progress)
+    except FimaqError as error:
+        return CellResult(cell.name, cell.labels, error=str(error))
+    except Exception as error:  # whatever it is, the other cells are still wanted
+        if os.environ.get("FIMAQ_TRACEBACK"):
+            raise
+        return CellResult(cell.name, cell.labels, error=f"{type(error).__name__}: {error}")
+    return CellResult(cell.name, cell.labels, measures_of(metrics))
+
+
+def _forget_peak_memory() -> None:
+    """Each cell should report its own peak memory, not that of a larger one before it in this process."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # Linux: 5 resets the largest resident size
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _check_folder(out: Path, suite: Suite) -> None:
+    """Refuse a folder that something else lives in."""
+    if (out / CONFIG).exists():
+        raise InputError(f"{out} is a run directory: choose another --out for the comparison")
+    if not (out / REPORT).exists():
+        return
+    before = read_json(out / REPORT)
+    if not isinstance(before, dict) or bool(before.get("quick")) != suite.quick:
+        form = "without" if suite.quick else "with"
+        raise InputError(f"{out} holds a comparison made {form} --quick: choose another --out")
+
+
+def _comparable(value: Any, key: str) -> Any:
+    """Paths are compared as places, tuples as lists."""
+    if key in ("calib", "val", "weights", "class_map") and value is not None:
+        return str(Path(value).resolve())
+    if isinstance(value, list | tuple):
+        return [_comparable(item, "") for item in value]
+    if isinstance(value, dict):
+        return {name: _comparable(item, "") for name, item in value.items()}
+    return value

@@ -1,0 +1,1 @@
+"""Pictures and figures about a model and its quantization."""
