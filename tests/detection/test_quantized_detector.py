@@ -1,5 +1,6 @@
 """A detector quantized as a whole: what is reconstructed, what only searched, what stays float; loading it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,24 @@ HEIGHT, WIDTH = 64, 96
 DETECTORS = ("mask_rcnn_swin_t", "cascade_mask_rcnn_swin_t")
 
 
-def quantized(detector: Detector, out: Any = None, **settings: Any) -> Run:
+class Impatient(Silent):
+    """Gives up when the fourth unit begins."""
+
+    def start(self, what: str, total: int) -> None:
+        if what.startswith("unit 4/"):
+            raise KeyboardInterrupt
+
+
+def quantized(
+    detector: Detector, out: Any = None, resume: bool = False, progress: Silent | None = None, **settings: Any
+) -> Run:
     given = {"calib_size": 8, "batch_size": 4, "search_size": 4, "iters": 6, "rank": 2, "device": "cpu"} | settings
     config = Config.create(task="detection", num_classes=CLASSES, model_args=NARROW, **given)
     calibration = images(HEIGHT, WIDTH, 8).float()
     sizes = [(HEIGHT, WIDTH)] * 8
     preprocessing = DetectionPreprocessing(HEIGHT, WIDTH)
-    return quantize_detector(detector, calibration, sizes, config, preprocessing, "", out, False, Silent())
+    progress = progress or Silent()
+    return quantize_detector(detector, calibration, sizes, config, preprocessing, "", out, resume, progress)
 
 
 @pytest.fixture(scope="module", params=DETECTORS)
@@ -64,6 +76,17 @@ def test_a_stored_detector_detects_the_same_in_images_of_any_size(run: Run) -> N
         assert len(one) > 0
         for name in ("boxes", "scores", "labels", "masks"):
             assert torch.equal(getattr(one, name), getattr(two, name))
+
+
+def test_an_interrupted_run_ends_as_if_it_had_not_been(run: Run, tmp_path: Path) -> None:
+    name, out = run.config.model, tmp_path / "run"
+    settings = {"model": name, "bits": "w4a4"}
+    with pytest.raises(KeyboardInterrupt):
+        quantized(narrow_detector(name).float(), out, progress=Impatient(), **settings)
+    resumed = quantized(narrow_detector(name).float(), out, resume=True, **settings)
+    uninterrupted, again = run.model.state_dict(), resumed.model.state_dict()
+    assert uninterrupted.keys() == again.keys()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in uninterrupted.items())
 
 
 def test_eight_bits_stay_close_to_full_precision_and_three_do_not() -> None:
