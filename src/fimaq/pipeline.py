@@ -135,15 +135,7 @@ def run_quantization(
         # Before anything is written: a model that cannot be quantized must leave no folder behind.
         model = model.to(device).eval()
         example = images[[0, -1]].to(device)
-        structure = prepare_model(
-            model,
-            example,
-            config.weight_bits,
-            config.activation_bits,
-            config.allow_float,
-            rescale_rows=config.preset == "deploy",
-        )
-        chain = UnitChain(model, structure, example, only_searched)
+        structure, chain = prepare_chain(model, example, config, only_searched)
         if rest is not None:
             rest.prepare(structure)
         directory = None
@@ -176,13 +168,8 @@ def _quantize_units(
 ) -> dict[str, Any]:
     """Reconstruct, or reload from the checkpoint, the units of a prepared model one by one."""
     began = time.monotonic()
-    model, example = chain.model, images[[0, -1]].to(device)
-
-    def for_ranges() -> Iterator[Tensor]:
-        return (batch.to(device) for batch in images[: config.search_size].split(sweep_of(images)))
-
-    folded = fold_layer_norms(model, example, for_ranges)
-    structure.divided.update(divide_massive_channels(model, for_ranges))
+    model = chain.model
+    folded = even_out_channels(model, structure, images, config, device)
     folder = directory.path / "checkpoint" if directory else None
     cache = ActivationCache(len(images), device, folder, config.memory_budget, config.host_budget)
     progress.note(
@@ -215,6 +202,34 @@ def _quantize_units(
         "device": str(device),
     }
     return metrics
+
+
+def prepare_chain(
+    model: nn.Module, example: Tensor, config: Config, only_searched: Sequence[str] = ()
+) -> tuple[Structure, UnitChain]:
+    """Make every heavy operator of `model` one that can be quantized, and find its units; quantizers are off."""
+    structure = prepare_model(
+        model,
+        example,
+        config.weight_bits,
+        config.activation_bits,
+        config.allow_float,
+        rescale_rows=config.preset == "deploy",
+    )
+    return structure, UnitChain(model, structure, example, only_searched)
+
+
+def even_out_channels(
+    model: nn.Module, structure: Structure, images: Tensor, config: Config, device: torch.device
+) -> dict[str, str]:
+    """Fold LayerNorms and divide massive channels, as `structure` then says. Returns what became of each norm."""
+
+    def for_ranges() -> Iterator[Tensor]:
+        return (batch.to(device) for batch in images[: config.search_size].split(sweep_of(images)))
+
+    folded = fold_layer_norms(model, images[[0, -1]].to(device), for_ranges)
+    structure.divided.update(divide_massive_channels(model, for_ranges))
+    return folded
 
 
 def _finish_unit(

@@ -1,17 +1,16 @@
 """From COCO-format data to a quantized detector and its average precision, by the command line."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import benchmark_script
 from command_line import fimaq
 from safetensors.torch import save_file
 
 from fimaq.detection.build import build_detector
 
-SHAPES = Path(__file__).parents[2] / "benchmarks" / "make_shapes.py"
 MODEL = "mask_rcnn_swin_t"
 ARGUMENTS = {
     "embed_dim": 12,
@@ -31,11 +30,7 @@ def model_arguments() -> list[str]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = importlib.util.spec_from_file_location("make_shapes", SHAPES)
-    assert spec is not None
-    assert spec.loader is not None
-    shapes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shapes)
+    shapes = benchmark_script("make_shapes")
     folder = tmp_path_factory.mktemp("coco") / "shapes"
     for split, count in (("train", 10), ("val", 4)):
         shapes.write_split(folder, split, count, 96, seed=0, processes=1)

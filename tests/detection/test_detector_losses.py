@@ -1,6 +1,5 @@
 """The losses that the detection benchmark trains with, on cases small enough to work out by hand."""
 
-import importlib.util
 import math
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmark_scripts import benchmark_script
 from narrow_detector import CLASSES, narrow_detector, regions
 from torchvision.ops import box_iou, nms
 
@@ -18,12 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "detector_losses.py"
 
 @pytest.fixture(scope="module")
 def losses() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("detector_losses", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark_script("detector_losses")
 
 
 @pytest.fixture(scope="module")

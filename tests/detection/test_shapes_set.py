@@ -1,6 +1,5 @@
 """The data set of textured shapes that the detection benchmark trains on."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_scripts import benchmark_script
 from PIL import Image
 
 from fimaq.data.coco import CocoSet, find_calibration_images, find_coco
@@ -18,12 +18,7 @@ SIZE = 128
 
 @pytest.fixture(scope="module")
 def shapes() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_shapes", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark_script("make_shapes")
 
 
 @pytest.fixture(scope="module")

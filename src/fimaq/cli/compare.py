@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fimaq.cli import options
 from fimaq.config import Config
 
 
@@ -21,26 +22,25 @@ def compare(
     weights_dir: Annotated[
         Path | None, typer.Option(help="Folder with one weights file per model, MODEL.safetensors or .pth.")
     ] = None,
-    calib: Annotated[Path | None, typer.Option(help="Calibration images; no labels needed.")] = None,
-    val: Annotated[Path | None, typer.Option(help="Validation images, one folder per class.")] = None,
-    preset: Annotated[str | None, typer.Option(help="deploy or released.")] = None,
-    iters: Annotated[int | None, typer.Option(help="Iterations per unit.")] = None,
-    calib_size: Annotated[int | None, typer.Option(help="Calibration images.")] = None,
-    val_size: Annotated[int | None, typer.Option(help="Validation images at the end.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images in a reconstruction step.")] = None,
-    crop_pct: Annotated[float | None, typer.Option(help="Overrides the models' own; 1.0: no crop.")] = None,
-    class_map: Annotated[
-        Path | None, typer.Option(help='JSON {"folder": index} where folders are not ImageNet wnids.')
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, tf32 or bf16 (faster on a GPU).")] = None,
-    memory_budget: Annotated[str | None, typer.Option(help="GPU memory to stay within, such as 4GiB.")] = None,
-    host_budget: Annotated[str | None, typer.Option(help="Host memory for what does not fit on the GPU.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    calib: options.Calib = None,
+    val: options.Val = None,
+    preset: options.Preset = None,
+    iters: options.Iters = None,
+    calib_size: options.CalibSize = None,
+    val_size: options.ValSize = None,
+    batch_size: options.BatchSize = None,
+    crop_pct: options.CropPct = None,
+    class_map: options.ClassMap = None,
+    device: options.Device = None,
+    precision: options.Precision = None,
+    memory_budget: options.MemoryBudget = None,
+    host_budget: options.HostBudget = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Quantize a grid of models, bits, methods and seeds, and write one table of them all.
 
-    Finished runs are kept: the same command again goes on where it stopped. Flags win over the suite.
+    Finished runs are kept: the same command again goes on where it stopped. Flags win over the suite,
+    the suite over the defaults.
 
     Example: `fimaq compare paper-loss --data imagenet --out runs/loss --quick`
     """

@@ -7,11 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fimaq.cli import options
 from fimaq.config import Config
-
-
-def _default(name: str) -> str:
-    return f"[default: {Config.model_fields[name].default}]"
 
 
 def fisher(
@@ -19,35 +16,32 @@ def fisher(
     unit: Annotated[str, typer.Option(help="The unit whose output is looked at, such as blocks.5.")],
     out: Annotated[Path, typer.Option(help="Folder for fisher.png, rank.png, fisher.json, fisher.safetensors.")],
     data: Annotated[Path | None, typer.Option(help="Folder with train/ (calibration) inside.")] = None,
-    calib: Annotated[Path | None, typer.Option(help="Calibration images; no labels needed.")] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="safetensors or plain state dict; without it timm's pretrained weights.")
-    ] = None,
+    calib: options.Calib = None,
+    weights: options.Weights = None,
     calib_size: Annotated[int, typer.Option(help="Calibration images.")] = 64,
     exact_size: Annotated[int, typer.Option(min=1, help="Images the complete matrix is averaged over.")] = 16,
     token: Annotated[int, typer.Option(help="Which token; 0 is the class token where there is one.")] = 0,
     channels: Annotated[
         int | None, typer.Option(help="Only the first so many channels of the token. [default: all]")
     ] = None,
-    bits: Annotated[str | None, typer.Option(help=f"wXaY, X and Y from 2 to 8. {_default('bits')}")] = None,
-    preset: Annotated[str | None, typer.Option(help=f"deploy or released. {_default('preset')}")] = None,
+    bits: options.Bits = None,
+    preset: options.Preset = None,
     rank: Annotated[int, typer.Option(help="Largest rank k of the low-rank approximation.")] = 15,
-    alpha: Annotated[float | None, typer.Option(help=f"Share of the low-rank term. {_default('alpha')}")] = None,
+    alpha: options.Alpha = None,
     averages: Annotated[
-        str | None, typer.Option(help=f"signed (paper) or absolute (released code). {_default('averages')}")
+        str | None,
+        typer.Option(help=f"signed (paper) or absolute (released code). {options.default_of('averages')}"),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help=f"Logits are divided by it. {_default('temperature')}")
+        float | None, typer.Option(help=f"Logits are divided by it. {options.default_of('temperature')}")
     ] = None,
-    crop_pct: Annotated[float | None, typer.Option(help="Overrides the model's own; 1.0: no crop.")] = None,
-    model_arg: Annotated[
-        list[str] | None, typer.Option(help="key=value for timm.create_model, repeatable; tuples as 3,6,12.")
-    ] = None,
-    num_classes: Annotated[int | None, typer.Option(help="Classes of the model's head.")] = None,
+    crop_pct: options.CropPct = None,
+    model_arg: options.ModelArg = None,
+    num_classes: options.NumClasses = None,
     linear: Annotated[bool, typer.Option("--linear", help="Linear colours instead of logarithmic ones.")] = False,
-    device: Annotated[str | None, typer.Option(help=f"auto, cpu or cuda. {_default('device')}")] = None,
-    seed: Annotated[int | None, typer.Option(help=f"Draws the images. {_default('seed')}")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    device: options.Device = None,
+    seed: Annotated[int | None, typer.Option(help=f"Draws the images. {options.default_of('seed')}")] = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Picture the Fisher matrix of one token beside its diagonal, low-rank and DPLR approximations.
 

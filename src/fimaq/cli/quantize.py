@@ -8,11 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fimaq.cli import options
 from fimaq.config import Config
-
-
-def _default(name: str) -> str:
-    return f"[default: {Config.model_fields[name].default}]"
 
 
 def quantize(
@@ -24,59 +21,39 @@ def quantize(
         str | None, typer.Option(help="classification or detection. [default: classification]")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with train/ (calibration) and val/ inside.")] = None,
-    calib: Annotated[Path | None, typer.Option(help="Calibration images; no labels needed.")] = None,
-    val: Annotated[Path | None, typer.Option(help="Validation images, one folder per class.")] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="safetensors or plain state dict; without it timm's pretrained weights.")
-    ] = None,
-    bits: Annotated[str | None, typer.Option(help=f"wXaY, X and Y from 2 to 8. {_default('bits')}")] = None,
+    calib: options.Calib = None,
+    val: options.Val = None,
+    weights: options.Weights = None,
+    bits: options.Bits = None,
     method: Annotated[
-        str | None, typer.Option(help=f"rtn, qdrop, brecq, diag, rank1, lowrank or fima-q. {_default('method')}")
-    ] = None,
-    preset: Annotated[
         str | None,
-        typer.Option(help=f"deploy: per-tensor scales; released: per token and head. {_default('preset')}"),
+        typer.Option(help=f"rtn, qdrop, brecq, diag, rank1, lowrank or fima-q. {options.default_of('method')}"),
     ] = None,
-    iters: Annotated[int | None, typer.Option(help=f"Iterations per unit. {_default('iters')}")] = None,
+    preset: options.Preset = None,
+    iters: options.Iters = None,
     rank: Annotated[int | None, typer.Option(help="Rank k of the Fisher approximation. [default: 15]")] = None,
-    alpha: Annotated[float | None, typer.Option(help=f"Share of the low-rank term. {_default('alpha')}")] = None,
-    calib_size: Annotated[int | None, typer.Option(help=f"Calibration images. {_default('calib_size')}")] = None,
-    val_size: Annotated[
-        int | None, typer.Option(help="Validation images at the end. [default: all; 500 on a CPU]")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help=f"Images in a reconstruction step. {_default('batch_size')}")
-    ] = None,
-    crop_pct: Annotated[float | None, typer.Option(help="Overrides the model's own; 1.0: no crop.")] = None,
+    alpha: options.Alpha = None,
+    calib_size: options.CalibSize = None,
+    val_size: options.ValSize = None,
+    batch_size: options.BatchSize = None,
+    crop_pct: options.CropPct = None,
     image_size: Annotated[
         str | None, typer.Option(help="Detection: short and long side to fit images into. [default: 800,1333]")
     ] = None,
-    model_arg: Annotated[
-        list[str] | None, typer.Option(help="key=value for timm.create_model, repeatable; tuples as 3,6,12.")
-    ] = None,
-    num_classes: Annotated[int | None, typer.Option(help="Classes of the model's head.")] = None,
-    class_map: Annotated[
-        Path | None, typer.Option(help='JSON {"folder": index} where folders are not ImageNet wnids.')
-    ] = None,
+    model_arg: options.ModelArg = None,
+    num_classes: options.NumClasses = None,
+    class_map: options.ClassMap = None,
     allow_float: Annotated[
         bool | None, typer.Option("--allow-float", help="Quantize the rest where an operator must stay float.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help=f"auto, cpu or cuda. {_default('device')}")] = None,
-    precision: Annotated[
-        str | None, typer.Option(help=f"fp32, tf32 or bf16 (faster on a GPU). {_default('precision')}")
-    ] = None,
-    memory_budget: Annotated[
-        str | None,
-        typer.Option(help="GPU memory to stay within, such as 4GiB. [default: no limit]"),
-    ] = None,
-    host_budget: Annotated[
-        str | None,
-        typer.Option(help="Host memory for activations that do not fit on the GPU; the rest goes to disk."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help=f"Same seed, same bits. {_default('seed')}")] = None,
+    device: options.Device = None,
+    precision: options.Precision = None,
+    memory_budget: options.MemoryBudget = None,
+    host_budget: options.HostBudget = None,
+    seed: Annotated[int | None, typer.Option(help=f"Same seed, same bits. {options.default_of('seed')}")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Quantize a model with the help of unlabelled images.
 

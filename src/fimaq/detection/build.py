@@ -7,7 +7,7 @@ from fimaq.detection.box_head import BOX_HEADS
 from fimaq.detection.conv import fold_batch_norms
 from fimaq.detection.detector import Detector
 from fimaq.detection.fpn import FPN
-from fimaq.detection.roi_heads import CascadeRoIHead, StandardRoIHead
+from fimaq.detection.roi_heads import CascadeRoIHead, HeadShape, StandardRoIHead
 from fimaq.detection.rpn import RPNHead
 from fimaq.detection.swin import SwinBackbone
 from fimaq.errors import InputError
@@ -47,7 +47,9 @@ def build_detector(name: str, num_classes: int = 80, args: dict[str, Any] | None
         agnostic = roi_head_class is CascadeRoIHead and values["box_head"] == "shared2fc"
     channels = values["channels"]
     backbone = SwinBackbone(*(values[key] for key in ("embed_dim", "depths", "num_heads", "window_size")))
-    roi_head = roi_head_class(values["box_head"], num_classes, channels, values["fc_channels"], agnostic)
+    roi_head = roi_head_class(
+        HeadShape(values["box_head"], num_classes, channels, values["fc_channels"], agnostic)
+    )
     return Detector(backbone, FPN(backbone.channels, channels), RPNHead(channels), roi_head).eval()
 
 

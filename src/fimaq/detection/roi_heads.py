@@ -1,6 +1,7 @@
 """From proposals to detections: one round (Mask R-CNN) or three that refine each other's boxes (Cascade)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +26,28 @@ STAGE_STDS: tuple[Numbers4, ...] = (
 Sizes = Sequence[tuple[int, int]]
 
 
+@dataclass(frozen=True)
+class HeadShape:
+    """What the box and mask heads of a detector are made of."""
+
+    box_head: str
+    num_classes: int
+    channels: int
+    fc_channels: int
+    class_agnostic: bool
+
+    def heads_for(self, stds: Numbers4) -> tuple[BoxHead, MaskHead]:
+        sizes = (self.num_classes, self.channels, self.fc_channels)
+        return BoxHead(self.box_head, *sizes, stds, self.class_agnostic), MaskHead(self.num_classes, self.channels)
+
+
 class StandardRoIHead(nn.Module):
     """One box head and one mask head."""
 
-    def __init__(
-        self, box_head: str, num_classes: int, channels: int, fc_channels: int, class_agnostic: bool
-    ) -> None:
+    def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        self.num_classes = num_classes
-        self.least_score = LEAST_SCORE
-        self.bbox_head = BoxHead(box_head, num_classes, channels, fc_channels, STAGE_STDS[0], class_agnostic)
-        self.mask_head = MaskHead(num_classes, channels)
+        self.num_classes, self.least_score = shape.num_classes, LEAST_SCORE
+        self.bbox_head, self.mask_head = shape.heads_for(STAGE_STDS[0])
 
     def forward(self, features: Sequence[Tensor], proposals: list[Tensor], sizes: Sizes) -> list[Detections]:
         """Pyramid maps (n, channels, h_i, w_i) and per image proposals (k, 4) -> detections per image."""
@@ -46,16 +58,12 @@ class StandardRoIHead(nn.Module):
 class CascadeRoIHead(nn.Module):
     """Three box heads in a row and three mask heads side by side."""
 
-    def __init__(
-        self, box_head: str, num_classes: int, channels: int, fc_channels: int, class_agnostic: bool
-    ) -> None:
+    def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        self.num_classes = num_classes
-        self.least_score = LEAST_SCORE
-        self.bbox_head = nn.ModuleList(
-            BoxHead(box_head, num_classes, channels, fc_channels, stds, class_agnostic) for stds in STAGE_STDS
-        )
-        self.mask_head = nn.ModuleList(MaskHead(num_classes, channels) for _ in STAGE_STDS)
+        self.num_classes, self.least_score = shape.num_classes, LEAST_SCORE
+        stages = [shape.heads_for(stds) for stds in STAGE_STDS]
+        self.bbox_head = nn.ModuleList(box_head for box_head, _ in stages)
+        self.mask_head = nn.ModuleList(mask_head for _, mask_head in stages)
 
     def forward(self, features: Sequence[Tensor], proposals: list[Tensor], sizes: Sizes) -> list[Detections]:
         """As in StandardRoIHead."""

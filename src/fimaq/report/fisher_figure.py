@@ -25,20 +25,17 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fimaq.artifact.files import write_bytes, write_json, write_tensors
-from fimaq.calibrate.fold import fold_layer_norms
-from fimaq.calibrate.massive import divide_massive_channels
 from fimaq.config import Config
 from fimaq.errors import FimaqError, InputError
 from fimaq.fisher.collect import Sample, collect_averages
 from fimaq.fisher.exact import complete_fisher, relative_error, scale_to, token_columns
 from fimaq.models.build import check_finite
-from fimaq.models.prepare import prepare_model
 from fimaq.models.units import UnitChain
-from fimaq.pipeline import choose_device, numerics
+from fimaq.pipeline import choose_device, even_out_channels, numerics, prepare_chain
 from fimaq.progress import Silent
 from fimaq.reconstruct.algorithm import Reconstruction
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.memory import bounded, sweep_of
+from fimaq.reconstruct.memory import bounded
 from fimaq.reconstruct.objectives import FisherLoss
 from fimaq.report.heatmap import curves, heat_maps
 
@@ -205,16 +202,8 @@ def check_folder(out: Path) -> None:
 
 def _prepared(model: nn.Module, images: Tensor, config: Config, device: torch.device) -> UnitChain:
     """The model as a run has it before its first unit, quantizers off."""
-    example = images[[0, -1]].to(device)
-    bits, deploy = (config.weight_bits, config.activation_bits), config.preset == "deploy"
-    structure = prepare_model(model, example, *bits, config.allow_float, rescale_rows=deploy)
-    chain = UnitChain(model, structure, example)
-
-    def for_ranges() -> Iterator[Tensor]:
-        return (batch.to(device) for batch in images[: config.search_size].split(sweep_of(images)))
-
-    fold_layer_norms(model, example, for_ranges)
-    divide_massive_channels(model, for_ranges)
+    structure, chain = prepare_chain(model, images[[0, -1]].to(device), config)
+    even_out_channels(model, structure, images, config, device)
     return chain
 
 

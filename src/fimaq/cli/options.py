@@ -1,0 +1,52 @@
+"""Options that several commands have, so that they are spelt and explained once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fimaq.config import Config
+
+
+def default_of(name: str) -> str:
+    """How help shows the default of a setting."""
+    return f"[default: {Config.model_fields[name].default}]"
+
+
+Calib = Annotated[Path | None, typer.Option(help="Calibration images; no labels needed.")]
+Val = Annotated[Path | None, typer.Option(help="Validation images, one folder per class.")]
+Weights = Annotated[
+    Path | None, typer.Option(help="safetensors or plain state dict; without it timm's pretrained weights.")
+]
+Bits = Annotated[str | None, typer.Option(help=f"wXaY, X and Y from 2 to 8. {default_of('bits')}")]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"deploy: per-tensor scales; released: per token and head. {default_of('preset')}"),
+]
+Iters = Annotated[int | None, typer.Option(help=f"Iterations per unit. {default_of('iters')}")]
+Alpha = Annotated[float | None, typer.Option(help=f"Share of the low-rank term. {default_of('alpha')}")]
+CalibSize = Annotated[int | None, typer.Option(help=f"Calibration images. {default_of('calib_size')}")]
+ValSize = Annotated[int | None, typer.Option(help="Validation images at the end. [default: all; 500 on a CPU]")]
+BatchSize = Annotated[
+    int | None, typer.Option(help=f"Images in a reconstruction step. {default_of('batch_size')}")
+]
+CropPct = Annotated[float | None, typer.Option(help="Overrides the model's own; 1.0: no crop.")]
+ModelArg = Annotated[
+    list[str] | None, typer.Option(help="key=value for timm.create_model, repeatable; tuples as 3,6,12.")
+]
+NumClasses = Annotated[int | None, typer.Option(help="Classes of the model's head.")]
+ClassMap = Annotated[
+    Path | None, typer.Option(help='JSON {"folder": index} where folders are not ImageNet wnids.')
+]
+Device = Annotated[str | None, typer.Option(help=f"auto, cpu or cuda. {default_of('device')}")]
+Precision = Annotated[
+    str | None, typer.Option(help=f"fp32, tf32 or bf16 (faster on a GPU). {default_of('precision')}")
+]
+MemoryBudget = Annotated[
+    str | None, typer.Option(help="GPU memory to stay within, such as 4GiB. [default: no limit]")
+]
+HostBudget = Annotated[
+    str | None,
+    typer.Option(help="Host memory for activations that do not fit on the GPU; the rest goes to disk."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
