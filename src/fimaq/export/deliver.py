@@ -83,13 +83,7 @@ def export_run(
         "sha256": digests,
         "bytes": size,
         "format": kind.name,
-        "input": {
-            "name": INPUT,
-            "shape": ["batch", *(example.shape[1:] if step is None else (example.shape[1], "height", "width"))],
-            "size": list(example.shape[2:]),
-            "multiples": step,
-            "type": "float32",
-        },
+        "input": _input(example, step),
         "output": {"name": OUTPUT},
         "preprocessing": directory.config["preprocessing"],
         "quantized_products": products,
@@ -104,6 +98,18 @@ def export_run(
     }
     write_json(target.with_name(kind.record), record)
     return record
+
+
+def _input(example: Tensor, step: tuple[int, int] | None) -> dict[str, Any]:
+    """What the file takes: images like `example`, or of any multiple of `step`."""
+    channels, *size = example.shape[1:]
+    return {
+        "name": INPUT,
+        "shape": ["batch", channels, *(size if step is None else ("height", "width"))],
+        "size": size,
+        "multiples": step,
+        "type": "float32",
+    }
 
 
 def _check(target: Path, kind: Format) -> None:

@@ -123,23 +123,11 @@ def fisher_figure(
         suffix = partial(chain.suffix, index)
         complete = complete_fisher(suffix, few, token, config.temperature, width, progress.update).cpu()
 
-        progress.start(f"perturbations and KL gradients, {len(samples)} images", len(samples))
-        evaluate = reconstruction.evaluation(index)
-        collected: Collected = {}
-        for sample in samples:
-            collected[sample.start] = tuple(part.clone() for part in evaluate(sample))
-            progress.update(sample.start + 1)
+        collected = _collect(reconstruction, index, samples, progress)
         by_rank = [_approximations(samples, collected, k, config, columns) for k in range(1, rank + 1)]
-    found, to_magnitudes = (
-        {name: [relative_error(target, m[name]) for m in by_rank] for name in APPROXIMATIONS}
-        for target in (complete, complete.abs())
-    )
-    return FisherFigure(
+    return _compared(
         complete,
-        {name: scale_to(complete, by_rank[-1][name]) * by_rank[-1][name] for name in APPROXIMATIONS},
-        found,
-        to_magnitudes,
-        _best_possible(complete, rank),
+        by_rank,
         {
             "unit": unit,
             "token": token,
@@ -154,6 +142,26 @@ def fisher_figure(
             "seconds": round(time.monotonic() - began, 2),
         },
     )
+
+
+def _collect(reconstruction: Reconstruction, index: int, samples: list[Sample], progress: Silent) -> Collected:
+    progress.start(f"perturbations and KL gradients, {len(samples)} images", len(samples))
+    evaluate = reconstruction.evaluation(index)
+    collected: Collected = {}
+    for sample in samples:
+        collected[sample.start] = tuple(part.clone() for part in evaluate(sample))
+        progress.update(sample.start + 1)
+    return collected
+
+
+def _compared(complete: Tensor, by_rank: list[dict[str, Tensor]], details: dict[str, Any]) -> FisherFigure:
+    """The approximations of the highest rank at the scale of the complete matrix, and the errors of all ranks."""
+    found, to_magnitudes = (
+        {name: [relative_error(target, m[name]) for m in by_rank] for name in APPROXIMATIONS}
+        for target in (complete, complete.abs())
+    )
+    scaled = {name: scale_to(complete, matrix) * matrix for name, matrix in by_rank[-1].items()}
+    return FisherFigure(complete, scaled, found, to_magnitudes, _best_possible(complete, len(by_rank)), details)
 
 
 def write_figure(figure: FisherFigure, out: Path, log: bool = True) -> None:
