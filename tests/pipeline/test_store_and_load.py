@@ -21,6 +21,13 @@ def test_a_stored_run_loads_with_bit_identical_logits(finished: fimaq.Run) -> No
     assert torch.equal(logits(fimaq.load(finished.path, model=demo_model())), logits(finished.model))
 
 
+def test_a_loaded_model_moves_to_another_device_as_a_whole(finished: fimaq.Run) -> None:
+    moved = fimaq.load(finished.path, model=demo_model()).to("meta")
+    tensors = [t for m in moved.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
+    tensors += [*moved.parameters(), *moved.buffers()]
+    assert all(tensor.is_meta for tensor in tensors)
+
+
 def test_loading_does_not_read_the_weights_of_the_model_given(finished: fimaq.Run) -> None:
     assert finished.path is not None
     other = demo_model()

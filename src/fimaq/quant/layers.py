@@ -29,6 +29,7 @@ class QuantizedLayer(nn.Module):
     hard: bool
     divided: dict[int, int]
     shares: Tensor | None
+    codes: Tensor
 
     def _attach_quantizers(self, weight_bits: int, input_bits: int) -> None:
         self.input_quantizer = ActivationQuantizer(input_bits).to(self.weight.device)
@@ -36,7 +37,9 @@ class QuantizedLayer(nn.Module):
         self.quantized = False
         self.hard = False
         self.divided = {}
+        # Buffers, to follow the layer to its device; the run's file stores them in its own way.
         self.register_buffer("shares", None, persistent=False)
+        self.register_buffer("codes", None, persistent=False)
 
     def columns(self, x: Tensor) -> Tensor:
         """What is quantized of the input: all of it, as it is."""
@@ -186,7 +189,8 @@ def convert_layer(layer: nn.Module, weight_bits: int, input_bits: int) -> None:
 def restore_layer(layer: nn.Module) -> None:
     """Undo `convert_layer` on a layer that was not hardened."""
     layer.__class__ = nn.Linear if isinstance(layer, QuantLinear) else nn.Conv2d
-    del layer.input_quantizer, layer.weight_quantizer, layer.quantized, layer.hard, layer.divided, layer.shares
+    del layer.input_quantizer, layer.weight_quantizer, layer.quantized, layer.hard
+    del layer.divided, layer.shares, layer.codes
 
 
 def can_convert(layer: nn.Module) -> bool:
