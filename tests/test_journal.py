@@ -24,10 +24,10 @@ class Kept(Silent):
 
 
 class Work:
-    """A machine that is as fast as it says, and compiles each new size for `compiling` seconds."""
+    """A machine of constant speed that compiles each new size and takes some seconds from one unit to the next."""
 
-    def __init__(self, compiling: float = 0.0) -> None:
-        self.time, self.compiling, self.shown = 0.0, compiling, Kept()
+    def __init__(self, compiling: float = 0.0, moving_on: float = 0.0) -> None:
+        self.time, self.compiling, self.moving_on, self.shown = 0.0, compiling, moving_on, Kept()
         self.journal = Journal(self.shown, torch.device("cpu"), now=lambda: self.time)
 
     def run(self, plans: list[UnitPlan], taken: int = 0) -> None:
@@ -53,6 +53,7 @@ class Work:
                     losses.append((iteration, 0.5))
                     self.journal.report(iteration, 0.5)
             self.journal.finish_unit({"losses": losses})
+            self.time += self.moving_on if unit is not plans[-1] else 0.0
 
 
 def planned(**settings: Any) -> list[UnitPlan]:
@@ -88,6 +89,13 @@ def test_compilation_is_not_taken_for_the_pace_of_steps() -> None:
     block = next(f for f in work.shown.facts if f.number == 3 and f.iteration == 5)
     assert block.seconds_left == pytest.approx(end - block.seconds, rel=0.05)
     assert block.rate == pytest.approx(1 / (STEP_SECONDS * 100), rel=0.01)
+
+
+def test_the_time_between_units_is_counted_too() -> None:
+    work = Work(moving_on=50.0)
+    work.run(planned())
+    facts = next(facts for facts in work.shown.facts if facts.number == 3 and facts.iteration == 5)
+    assert facts.seconds_left == pytest.approx(work.time - facts.seconds, abs=0.8 * 50)  # of the two times to come
 
 
 def test_a_resumed_run_compiles_again_and_tells_its_time_too() -> None:

@@ -24,21 +24,10 @@ class Journal:
     steps are queued, so their time may be booked on the refresh that waits for them; the sum is right.
     """
 
-    def __init__(
-        self,
-        display: Silent,
-        device: torch.device,
-        directory: RunDirectory | None = None,
-        scalars: Scalars | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.display, self.device, self.directory, self.scalars, self.now = (
-            display,
-            device,
-            directory,
-            scalars,
-            now,
-        )
+    def __init__(self, display: Silent, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
+        self.display, self.device, self.now = display, device, now
+        self.directory: RunDirectory | None = None
+        self.scalars: Scalars | None = None
         self.began = self.marked = now()
         self.plan: Sequence[UnitPlan] = []
         self.pace = Pace()
@@ -81,8 +70,10 @@ class Journal:
         self._show()
 
     def start_unit(self, index: int, name: str) -> None:
+        self._book()
+        # Fixing the weights of the unit before and running it once more is counted here: it recurs for each unit.
+        self.booked = {SEARCH: sum(self.booked.values()) if self.facts.unit_done else 0.0}
         self.index, self.refreshes, self.told_refreshes, self.first_report = index, 0, 0, None
-        self.booked, self.marked = {}, self.now()
         self.facts = Facts(
             SEARCH,
             unit=name,
@@ -114,6 +105,7 @@ class Journal:
         self._book()
         if not record["losses"]:
             self.pace.spent(self.plan[self.index].search, sum(self.booked.values()))
+            self.booked = {}
         self.facts = replace(self.facts, unit_done=True, seconds_left=self._seconds_left(searched=True))
         self._show()
         if self.directory is not None:
