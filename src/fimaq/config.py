@@ -75,6 +75,7 @@ class Config(BaseModel):
         None, gt=0, description="bytes of host memory for what does not fit on the GPU; then disk"
     )
     seed: int = Field(0, ge=0, lt=2**31)
+    tensorboard: bool = Field(False, description="write curves for TensorBoard into the run directory")
 
     @field_validator("memory_budget", "host_budget", mode="before")
     @classmethod

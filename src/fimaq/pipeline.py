@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fimaq.accuracy import fidelity
 from fimaq.artifact.model_file import load_quantized_state, quantized_state
 from fimaq.artifact.run_directory import RunDirectory
+from fimaq.artifact.scalars import require_tensorboard
 from fimaq.calibrate.fold import fold_layer_norms
 from fimaq.calibrate.massive import divide_massive_channels
 from fimaq.config import Config
@@ -26,6 +27,7 @@ from fimaq.data.inputs import gather_images, tensor_fingerprint
 from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
 from fimaq.detection.build import build_folded_detector
 from fimaq.errors import FimaqError, InputError
+from fimaq.journal import Journal
 from fimaq.models.build import build_architecture, check_finite
 from fimaq.models.prepare import Structure, apply_structure, prepare_model
 from fimaq.models.units import UnitChain
@@ -33,6 +35,7 @@ from fimaq.progress import Silent
 from fimaq.reconstruct.algorithm import Reconstruction, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.memory import bounded, sweep_of
+from fimaq.reconstruct.plan import SEARCH, plan, unit_operations
 from fimaq.version import __version__
 
 FORMAT = 2
@@ -46,9 +49,11 @@ NOT_COMPARED = {
     "device",
     "memory_budget",
     "host_budget",
+    "tensorboard",
 }
 """Settings not compared on resume: what only evaluation reads; those whose effect is compared instead (contents
-behind paths, the resolved preprocessing); the memory budgets, to be changed by who ran out of memory."""
+behind paths, the resolved preprocessing); the memory budgets, to be changed by who ran out of memory; what is only
+shown."""
 
 
 @dataclass
@@ -126,11 +131,16 @@ def run_quantization(
     Units in `only_searched` are not reconstructed. `rest`: parts that the forward pass does not reach.
     """
     device = choose_device(config.device)
+    if config.tensorboard:
+        require_tensorboard()
+        if out is None:
+            raise InputError("tensorboard: its files go into the run directory; give one with out=")
     check_finite(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(numerics(config))
         stack.enter_context(bounded(device, config.memory_budget))
         stack.enter_context(torch.random.fork_rng())
+        journal = stack.enter_context(Journal(progress, device))
         description = _describe(model, config, preprocessing, fingerprint, len(images)) if out else {}
         # Before anything is written: a model that cannot be quantized must leave no folder behind.
         model = model.to(device).eval()
@@ -143,17 +153,19 @@ def run_quantization(
             same = ("format", "settings", "model", "data", "preprocessing")
             directory = stack.enter_context(RunDirectory.create(out, description, resume, same))
             if directory.complete:
-                progress.note(f"{out} already holds this run, finished; nothing to do")
+                journal.note(f"{out} already holds this run, finished; nothing to do")
                 load_quantized_state(model, directory.read_model()[0])
                 return Run(model, config, directory.read_metrics(), out)
-        metrics = _quantize_units(chain, structure, images, config, device, directory, progress)
+            journal.keep_in(directory, config.tensorboard)
+        metrics = _quantize_units(chain, structure, images, config, device, directory, journal)
         if rest is not None:
+            journal.stage(SEARCH)
             rest.quantize()
         if directory is not None:
             state = quantized_state(model)
             metrics["size"] = _sizes(state, model)
             directory.finish(state, {"structure": json.dumps(structure.as_dict())}, metrics)
-            directory.event("finished", **metrics["fidelity"])
+        journal.finish(metrics["fidelity"])
     return Run(model, config, metrics, out)
 
 
@@ -164,7 +176,7 @@ def _quantize_units(
     config: Config,
     device: torch.device,
     directory: RunDirectory | None,
-    progress: Silent,
+    journal: Journal,
 ) -> dict[str, Any]:
     """Reconstruct, or reload from the checkpoint, the units of a prepared model one by one."""
     began = time.monotonic()
@@ -172,21 +184,24 @@ def _quantize_units(
     folded = even_out_channels(model, structure, images, config, device)
     folder = directory.path / "checkpoint" if directory else None
     cache = ActivationCache(len(images), device, folder, config.memory_budget, config.host_budget)
-    progress.note(
+    journal.note(
         f"{len(chain)} units, {len(structure.layers)} layers, "
         f"{sum(n for n, _ in structure.products.values())} attention products, {len(folded)} LayerNorms folded"
     )
     for name, columns in structure.divided.items():
-        progress.note(f"{name}: massive channels get columns of their own: {columns}")
+        journal.note(f"{name}: massive channels get columns of their own: {columns}")
     for text in structure.stayed_float:
-        progress.note(f"stays in float: {text}")
+        journal.note(f"stays in float: {text}")
+    learned = [unit.reconstructed for unit in chain.units]
+    journal.expect(plan(unit_operations(chain, images[:1].to(device)), learned, config))
     try:
-        reconstruction = Reconstruction(chain, images, config, cache)
+        reconstruction = Reconstruction(chain, images, config, cache, journal.stage)
         places = dict(cache.places)
-        progress.note(
+        journal.note(
             f"activations of {len(images)} images are cached in {', '.join(sorted(set(places.values())))}"
         )
-        units = [_finish_unit(reconstruction, index, config, directory, progress) for index in range(len(chain))]
+        units = [_finish_unit(reconstruction, index, directory, journal) for index in range(len(chain))]
+        journal.finish_units()
         metrics: dict[str, Any] = {
             "fidelity": fidelity(model, reconstruction.images_and_teacher(images)),
             "units": units,
@@ -235,9 +250,8 @@ def even_out_channels(
 def _finish_unit(
     reconstruction: Reconstruction,
     index: int,
-    config: Config,
     directory: RunDirectory | None,
-    progress: Silent,
+    journal: Journal,
 ) -> dict[str, Any]:
     """Reconstruct one unit, or reload it if an earlier run got that far; then move on to the next."""
     unit = reconstruction.chain.units[index]
@@ -250,17 +264,16 @@ def _finish_unit(
             raise InputError(f"checkpoint {stage} holds {stored[1].get('unit')!r} instead of {unit.name!r}")
         load_quantized_state(unit.module, stored[0])
         record: dict[str, Any] = stored[1]
-        progress.note(f"{unit.name}: taken from the checkpoint")
+        journal.note(f"{unit.name}: taken from the checkpoint")
     else:
-        count = len(reconstruction.chain)
-        progress.start(f"unit {index + 1}/{count} {unit.name}", config.iters)
-        result = reconstruction.reconstruct(index, lambda i, loss: progress.update(i + 1, f"loss {loss:.4f}"))
+        journal.start_unit(index, unit.name)
+        result = reconstruction.reconstruct(index, journal.report)
         record = _unit_record(unit.name, result, time.monotonic() - began)
         if not result.finite:
-            progress.note(f"{unit.name}: the loss was not finite; its range-search result is kept")
+            journal.note(f"{unit.name}: the loss was not finite; its range-search result is kept")
         if directory is not None:
             directory.save_stage(stage, quantized_state(unit.module), record)
-            directory.event("unit", index=index, of=count, **record)
+        journal.finish_unit(record)
     reconstruction.advance(index)
     return record
 

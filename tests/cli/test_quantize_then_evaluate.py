@@ -129,3 +129,18 @@ def test_the_note_on_skipped_images_is_written_for_people(world: World, tmp_path
     outcome = fimaq(*world.quantize(tmp_path / "run", data=None, calib=calib, calib_size=10, method="rtn"))
     assert "skipped" in outcome.err
     assert "PosixPath" not in outcome.err
+
+
+def test_without_a_terminal_each_unit_gets_a_line_and_curves_are_written(world: World, tmp_path: Path) -> None:
+    outcome = fimaq(*world.quantize(tmp_path / "run", "--tensorboard", val=None))
+    assert outcome.code == 0, outcome.err
+    done = [line for line in outcome.err.splitlines() if ": done, " in line]
+    assert [line.split(":")[0] for line in done] == [
+        "unit 1/4 patch_embed",
+        "unit 2/4 blocks.0",
+        "unit 3/4 blocks.1",
+        "unit 4/4 head",
+    ]
+    facts = r"iteration 3/3, loss \d+\.\d{4}, [\d.]+ it/s, (--|\d+:\d\d) left, \d+:\d\d elapsed, [\d.]+ GiB"
+    assert all(re.search(facts, line) for line in done), done
+    assert list((tmp_path / "run" / "tensorboard").iterdir())

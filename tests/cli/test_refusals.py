@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,13 @@ def test_a_command_line_with_something_missing_is_refused(world: World, tmp_path
     assert outcome.out == ""
     assert missing.lower() in outcome.err.lower()
     assert not (tmp_path / "run").exists()
+
+
+def test_curves_without_their_package_are_refused_before_anything_is_read(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    outcome = fimaq(*world.quantize(tmp_path / "run", "--tensorboard", weights=tmp_path / "absent"))
+    assert_refused(outcome, "pip install 'fimaq[tensorboard]'")
+    assert len(outcome.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

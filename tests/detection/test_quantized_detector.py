@@ -13,7 +13,7 @@ from fimaq.detection.detector import Detector
 from fimaq.detection.quantize import ProposalScores, quantize_detector
 from fimaq.errors import InputError
 from fimaq.pipeline import Run, load
-from fimaq.progress import Silent
+from fimaq.progress import Facts, Silent
 from fimaq.quant.layers import QuantizedLayer, quantized_layers, quantized_products
 
 HEIGHT, WIDTH = 64, 96
@@ -23,8 +23,8 @@ DETECTORS = ("mask_rcnn_swin_t", "cascade_mask_rcnn_swin_t")
 class Impatient(Silent):
     """Gives up when the fourth unit begins."""
 
-    def start(self, what: str, total: int) -> None:
-        if what.startswith("unit 4/"):
+    def report(self, facts: Facts) -> None:
+        if facts.number == 4:
             raise KeyboardInterrupt
 
 

@@ -33,8 +33,9 @@ from fimaq.data.demo import demo_calibration, demo_model
 from fimaq.progress import Silent
 
 class Slow(Silent):
-    def start(self, what, total):
-        time.sleep(0.25)  # so that a kill between two units cannot come too late
+    def report(self, facts):
+        if facts.unit and facts.iteration == 0:
+            time.sleep(0.1)  # so that a kill between two units cannot come too late
 
 torch.set_num_threads(1)
 out, settings = sys.argv[1], json.loads(sys.argv[2])
@@ -64,7 +65,7 @@ def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 
 def unit_events(out: Path) -> int:
     path = out / "events.jsonl"
-    return path.read_text().count('"unit"') if path.exists() else 0
+    return path.read_text().count('"kind": "unit"') if path.exists() else 0
 
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {

@@ -88,10 +88,13 @@ def _check_cells(configs: Sequence[Config]) -> None:
     """Mistakes that would make every run of a model fail, found before the first one starts."""
     import timm
 
+    from fimaq.artifact.scalars import require_tensorboard
     from fimaq.detection.build import DETECTORS
     from fimaq.errors import InputError
     from fimaq.pipeline import choose_device
 
+    if any(config.tensorboard for config in configs):
+        require_tensorboard()
     for config in configs:
         choose_device(config.device)
         if config.calib is None:

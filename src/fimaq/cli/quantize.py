@@ -51,6 +51,9 @@ def quantize(
     memory_budget: options.MemoryBudget = None,
     host_budget: options.HostBudget = None,
     seed: Annotated[int | None, typer.Option(help=f"Same seed, same bits. {options.default_of('seed')}")] = None,
+    tensorboard: Annotated[
+        bool | None, typer.Option("--tensorboard", help="Also write curves to OUT/tensorboard.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     as_json: options.AsJson = False,
@@ -61,6 +64,7 @@ def quantize(
 
     Detector: `fimaq quantize mask_rcnn_swin_t --task detection --data coco --weights FILE --out runs/mask-rcnn`
     """
+    from fimaq.artifact.scalars import require_tensorboard
     from fimaq.cli.detection import print_average_precision, run_detection
     from fimaq.cli.values import build_config, parse_pairs, parse_value
     from fimaq.progress import for_terminal
@@ -69,6 +73,8 @@ def quantize(
     flags["model_args"] = parse_pairs(model_arg, "--model-arg") if model_arg else None
     flags["image_size"] = None if image_size is None else parse_value(image_size)
     settings = build_config(flags, config, data)
+    if settings.tensorboard:
+        require_tensorboard()
     with for_terminal() as progress:
         run = run_detection if settings.task == "detection" else run_classification
         metrics = run(settings, out, resume, progress)

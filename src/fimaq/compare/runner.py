@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from fimaq.compare.summary import CellResult, measures_of, summarise
 from fimaq.compare.tables import csv_text, html_page, markdown
 from fimaq.config import Config
 from fimaq.errors import FimaqError, InputError
-from fimaq.progress import Silent
+from fimaq.progress import Facts, Silent
 
 REPORT = "compare.json"
 RUNS = "runs"
-GIVEN_FREELY = ("device", "memory_budget", "host_budget")
-"""Settings that a finished run need not share: they say where it was computed, not what."""
+GIVEN_FREELY = ("device", "memory_budget", "host_budget", "tensorboard")
+"""Settings that a finished run need not share: they say where it was computed or what was shown, not what."""
 
 RunCell = Callable[[Config, Path, bool, Silent], dict[str, Any]]
 """(configuration, run directory, resume, progress) -> metrics: what `fimaq quantize` calls."""
@@ -41,6 +42,9 @@ class Numbered(Silent):
 
     def update(self, done: int, detail: str = "") -> None:
         self.shown.update(done, detail)
+
+    def report(self, facts: Facts) -> None:
+        self.shown.report(replace(facts, within=self.prefix))
 
 
 def run_suite(suite: Suite, cells: Sequence[Cell], out: Path, run: RunCell, progress: Silent) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from fimaq.reconstruct.objectives import (
     OutputDivergence,
     SquaredGradient,
 )
+from fimaq.reconstruct.plan import REFRESH, STEPS
 from fimaq.reconstruct.step import ReconstructionStep
 
 REPORTS = 25
@@ -46,8 +47,16 @@ class UnitResult:
 class Reconstruction:
     """The state that walks along the chain: cached activations of the unit in work, teacher outputs."""
 
-    def __init__(self, chain: UnitChain, images: Tensor, config: Config, cache: ActivationCache) -> None:
+    def __init__(
+        self,
+        chain: UnitChain,
+        images: Tensor,
+        config: Config,
+        cache: ActivationCache,
+        stage: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self.chain = chain
+        self.stage = stage
         self.config = config
         self.cache = cache
         self.device = cache.device
@@ -73,12 +82,15 @@ class Reconstruction:
         objective = self.objective(index)
         step = ReconstructionStep(unit, objective, self.config, self.cache)
         evaluate, due = self.evaluation(index), _refresh_iterations(objective, self.config)
-        losses = []
+        reported, losses = _report_iterations(self.config.iters), []
+        self.stage(STEPS)
         for iteration in range(self.config.iters):
             if iteration in due:
+                self.stage(REFRESH)
                 self.refresh(index, objective, evaluate)
+                self.stage(STEPS)
             step()
-            if iteration % max(1, self.config.iters // REPORTS) == 0 or iteration == self.config.iters - 1:
+            if iteration in reported:
                 losses.append((iteration, step.loss))
                 report(*losses[-1])
         return self._harden(unit, losses, step.finish())
@@ -222,3 +234,8 @@ def _refresh_iterations(objective: nn.Module, config: Config) -> set[int]:
     if isinstance(objective, FisherLoss):
         return {j * config.iters // config.resolved_rank for j in range(config.resolved_rank)}
     return {0} if config.method in FISHER_METHODS else set()
+
+
+def _report_iterations(iters: int) -> set[int]:
+    """When the loss is read back, which waits for the GPU: REPORTS times at most, first and last included."""
+    return {j * (iters - 1) // (REPORTS - 1) for j in range(REPORTS)}

@@ -1,0 +1,83 @@
+"""What a run has ahead of it, unit by unit, so that the time it will take can be told early.
+
+Units differ in cost by orders of magnitude, and a Fisher refresh at the first block runs through all later ones.
+Both show in the operations of a forward pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fimaq.config import FISHER_METHODS, Config
+from fimaq.models.units import UnitChain
+from fimaq.pace import Part
+
+SEARCH, FIRST_STEP, REFRESH, STEPS = "range search", "first step", "refresh", "reconstruction"
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What one unit takes: its range search, so many refreshes and so many steps. Sizes are in operations."""
+
+    size: float
+    refresh_size: float
+    refreshes: int
+    iterations: int
+
+    @property
+    def search(self) -> Part:
+        return Part(SEARCH, self.size)
+
+    def refresh(self, count: int) -> Part:
+        return Part(REFRESH, self.refresh_size, count)
+
+    def steps(self, count: int) -> Part:
+        return Part(STEPS, self.size, count)
+
+    def rest(self, searched: bool, refreshes: int, iterations: int) -> list[Part]:
+        """What is left once so much is done."""
+        parts = [self.refresh(self.refreshes - refreshes), self.steps(self.iterations - iterations)]
+        if not searched:
+            parts.append(self.search)
+        return parts
+
+
+@torch.no_grad()
+def unit_operations(chain: UnitChain, images: Tensor) -> list[int]:
+    """Floating point operations of each unit in one forward pass over `images` (n, C, H, W)."""
+    with FlopCounterMode(display=False) as counter:
+        chain.model(images)
+    counts, root = counter.get_flop_counts(), type(chain.model).__name__
+    return [sum(counts.get(f"{root}.{unit.name}", {}).values()) for unit in chain.units]
+
+
+def plan(operations: Sequence[int], reconstructed: Sequence[bool], config: Config) -> list[UnitPlan]:
+    """One entry for each unit. A refresh runs through the unit once, and to and fro through what follows it."""
+    plans: list[UnitPlan] = []
+    for index, (own, learned) in enumerate(zip(operations, reconstructed, strict=True)):
+        size, behind = float(max(1, own)), sum(operations[index + 1 :])
+        learned = learned and config.method != "rtn"
+        plans.append(
+            UnitPlan(
+                size=size,
+                refresh_size=size + 2 * behind,
+                refreshes=refresh_count(config, last=index == len(operations) - 1) if learned else 0,
+                iterations=config.iters if learned else 0,
+            )
+        )
+    return plans
+
+
+def first_steps(count: int) -> Part:
+    """The first step of so many sizes of units; on a GPU they are compiled then, which takes its own time."""
+    return Part(FIRST_STEP, 1.0, count)
+
+
+def refresh_count(config: Config, last: bool) -> int:
+    """How often perturbations are collected for a unit; the last one minimises the KL divergence itself."""
+    if config.method not in FISHER_METHODS:
+        return 0
+    return 1 if last else config.resolved_rank
