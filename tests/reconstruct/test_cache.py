@@ -135,6 +135,12 @@ def test_a_budget_bounds_what_is_held_in_memory(tmp_path: Path) -> None:
 
 
 def test_beside_a_gpu_the_host_holds_no_more_than_it_may() -> None:
-    bounded = ActivationCache(COUNT, torch.device("cuda"), host_budget=1000)
-    assert bounded._fits("pinned host memory", 1000)
-    assert not bounded._fits("pinned host memory", 1001)
+    bounded = ActivationCache(COUNT, torch.device("cuda"), host_budget=1024)
+    assert bounded._fits("pinned host memory", 1024)
+    assert not bounded._fits("pinned host memory", 1025)
+
+
+def test_pinned_memory_counts_as_pytorch_takes_it() -> None:
+    bounded = ActivationCache(COUNT, torch.device("cuda"), host_budget=1500)
+    assert bounded._fits("pinned host memory", 513)  # takes 1024
+    assert not bounded._fits("pinned host memory", 1025)  # would take 2048

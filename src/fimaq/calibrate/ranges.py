@@ -4,7 +4,7 @@ Activations are searched with the real weight, weights with the quantized input,
 its own choice: the error of the layer's output.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def set_ranges(
     """
     size_of = _softened_norm if relative else _ones
     per_token = preset == "released"
-    for module, recorded in recorded_inputs(unit, run, keep_on_host).items():
+    for module, recorded in recorded_inputs(unit, run, keep_on_host):
         device = next(module.buffers()).device
         inputs = [tensor.to(device) for tensor in recorded]
         if isinstance(module, QuantMatMul):
@@ -56,8 +56,8 @@ def set_ranges(
 
 def recorded_inputs(
     unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False
-) -> dict[nn.Module, list[Tensor]]:
-    """Module -> its input tensors, over all calls of `run()`."""
+) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    """Each module with its input tensors over all calls of `run()`, which are forgotten once it is done with."""
     seen: dict[nn.Module, list[list[Tensor]]] = {}
 
     def record(module: nn.Module, args: Sequence[Any]) -> None:
@@ -74,7 +74,8 @@ def recorded_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return {module: [_joined(parts) for parts in zip(*calls, strict=True)] for module, calls in seen.items()}
+    for module in list(seen):
+        yield module, [_joined(parts) for parts in zip(*seen.pop(module), strict=True)]
 
 
 def _joined(calls: Sequence[Tensor]) -> Tensor:

@@ -26,13 +26,18 @@ UNLUCKY = 2.0
 
 
 @torch.no_grad()
-def avoid_ties(unit: nn.Module, run: Callable[[], Any]) -> None:
-    """Change scales below the quantized `unit` slightly where much lies between two codes; `run()` runs it."""
-    recorded = recorded_inputs(unit, run)
+def avoid_ties(unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False) -> None:
+    """Change scales below the quantized `unit` slightly where much lies between two codes; `run()` runs it.
+
+    What the layers saw waits for its turn on the device, or with `keep_on_host` in host memory.
+    """
+    recorded = dict(recorded_inputs(unit, run, keep_on_host))
     for module in list(recorded):
-        changed = [_move_away(quantizer, x) for quantizer, x in _quantized(module, recorded[module])]
+        device = next(module.buffers()).device
+        inputs = [tensor.to(device) for tensor in recorded.pop(module)]
+        changed = [_move_away(quantizer, x) for quantizer, x in _quantized(module, inputs)]
         if any(changed):  # then everything after it sees other values
-            recorded = recorded_inputs(unit, run)
+            recorded = dict(recorded_inputs(unit, run, keep_on_host))
 
 
 def _move_away(quantizer: ActivationQuantizer, x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from fimaq.models.units import Unit, UnitChain
 from fimaq.quant.layers import quantized_layers, set_quantized
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Recorded
-from fimaq.reconstruct.memory import affordable_sweep
+from fimaq.reconstruct.memory import affordable_sweep, sweep_of
 from fimaq.reconstruct.objectives import (
     FisherLoss,
     MeanSquaredError,
@@ -28,7 +28,7 @@ from fimaq.reconstruct.step import ReconstructionStep
 
 REPORTS = 25
 LOOKED_AT = 32
-"""Images whose values are looked at for ties."""
+"""Images whose values are looked at for ties, at most: as many as are looked at together (`sweep_of`)."""
 
 Report = Callable[[int, float], None]
 Evaluation = Callable[[Sample], tuple[Tensor, ...]]
@@ -61,6 +61,7 @@ class Reconstruction:
         self.cache = cache
         self.device = cache.device
         self.count = len(images)
+        self.looked_at = min(LOOKED_AT, sweep_of(images))
         self.sweep = affordable_sweep(chain, images[:4].to(self.device), config.memory_budget)
         with torch.no_grad():
             for start, stop in self._sweep():
@@ -222,10 +223,10 @@ class Reconstruction:
         if self.config.preset == "deploy":  # what is exported
 
             def run() -> None:
-                for start, stop in self._sweep(LOOKED_AT):
+                for start, stop in self._sweep(self.looked_at):
                     unit(self.cache.rows("quantized inputs", start, stop))
 
-            avoid_ties(unit.module, run)
+            avoid_ties(unit.module, run, keep_on_host=self.config.memory_budget is not None)
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
 
 

@@ -16,6 +16,8 @@ from fimaq.reconstruct.memory import SHARE, free_bytes
 FREE_SHARE = 0.6
 """Of the free memory in a place, the largest part that one list of tensors may take."""
 
+PINNED = "pinned host memory"
+
 
 class ActivationCache:
     """Named lists of tensors, each (images, ...).
@@ -49,7 +51,7 @@ class ActivationCache:
         if on_gpu and self._fits("GPU", size):
             place = "GPU"
             tensors = [torch.empty(self.count, *s, dtype=dtype, device=self.device) for s in shapes]
-        elif self._fits(host := "pinned host memory" if on_gpu else "host memory", size):
+        elif self._fits(host := PINNED if on_gpu else "host memory", size):
             place = host
             tensors = [torch.empty(self.count, *s, dtype=dtype, pin_memory=on_gpu) for s in shapes]
         else:
@@ -80,8 +82,11 @@ class ActivationCache:
                 table[new] = table.pop(old)  # type: ignore[index, assignment]
 
     def drop(self, name: str) -> None:
-        self.places.pop(name, None)
+        place = self.places.pop(name, None)
         self._tensors.pop(name, None)
+        if place == PINNED:
+            # PyTorch keeps pinned memory for tensors of the same size, which do not come: units grow smaller.
+            torch._C._host_emptyCache()
         for path in self._files.pop(name, []):
             path.unlink(missing_ok=True)
 
@@ -90,11 +95,12 @@ class ActivationCache:
             self.drop(name)
 
     def _fits(self, place: str, size: int) -> bool:
-        """Whether `size` more bytes may be held there."""
-        held = sum(t.nbytes for n, tensors in self._tensors.items() for t in tensors if self.places[n] == place)
+        """Whether one more list of `size` bytes may be held there."""
+        taken = _pinned_bytes if place == PINNED else int
+        held = sum(taken(t.nbytes) for n, ts in self._tensors.items() for t in ts if self.places[n] == place)
         free = free_bytes(self.device if place == "GPU" else torch.device("cpu"))
-        limit = self.host_limit if place == "pinned host memory" else self.limit
-        return held + size <= limit and size < FREE_SHARE * free
+        limit = self.host_limit if place == PINNED else self.limit
+        return held + taken(size) <= limit and taken(size) < FREE_SHARE * free
 
     def _on_disk(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         folder = self.folder or Path(tempfile.gettempdir())
@@ -104,3 +110,8 @@ class ActivationCache:
         self._files.setdefault(name, []).append(path)
         count = self.count * shape.numel()
         return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(self.count, *shape)
+
+
+def _pinned_bytes(size: int) -> int:
+    """What PyTorch takes of the host for a pinned tensor of `size` bytes: the next power of two."""
+    return 1 << max(0, size - 1).bit_length()
