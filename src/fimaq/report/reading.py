@@ -1,0 +1,48 @@
+"""Reading values out of a run's JSON files, which may be old, edited or damaged: what does not fit is absent."""
+
+import math
+from typing import Any
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
+
+
+def whole(value: Any) -> int | None:
+    """A whole number that is not negative, or None."""
+    found = number(value)
+    return int(found) if found is not None and found >= 0 and found == int(found) else None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def shown(value: Any, digits: int = 2, unit: str = "") -> str:
+    """A number for people, or a dash where there is none."""
+    found = number(value)
+    return "–" if found is None else f"{found:.{digits}f}{unit}".replace("-", "−")
+
+
+def significant(value: Any, digits: int = 3) -> str:
+    """A number of any size with so many significant digits."""
+    found = number(value)
+    if found is None:
+        return "–"
+    text = f"{found:.{digits}g}"
+    if "e" in text:
+        mantissa, exponent = text.split("e")
+        text = f"{mantissa}e{int(exponent)}"
+    return text.replace("-", "−")
+
+
+def megabytes(value: Any) -> str:
+    found = number(value)
+    return "–" if found is None else f"{found / 1e6:.2f} MB"
