@@ -48,8 +48,10 @@ def figure(
     return tag("figure", image, tag("figcaption", caption), numbers)
 
 
-def bar_chart(name: str, title: str, bars: Sequence[Bar], head: Sequence[str], caption: Any = None) -> Html:
-    """Horizontal bars from zero, with their values beside them."""
+def bar_chart(
+    name: str, title: str, bars: Sequence[Bar], head: Sequence[str], caption: Any = None, data: Any = None
+) -> Html:
+    """Horizontal bars from zero, with their values beside them; `data`: a table in place of the bars' own."""
     bars = [bar for bar in bars if math.isfinite(bar.value)]
     most = max([bar.value for bar in bars] + [bar.interval[1] for bar in bars if bar.interval], default=0.0)
     scale = (WIDTH - LABELS - RIGHT) / most if most > 0 else 0.0
@@ -76,15 +78,9 @@ def bar_chart(name: str, title: str, bars: Sequence[Bar], head: Sequence[str], c
         else (bar.label, bar.text)
         for bar in bars
     ]
-    return figure(
-        name,
-        title,
-        said,
-        [axis, *parts],
-        (WIDTH, len(bars) * step + 8),
-        caption or title,
-        table(head, rows, title),
-    )
+    size = (WIDTH, len(bars) * step + 8)
+    numbers = table(head, rows, title) if data is None else data
+    return figure(name, title, said, [axis, *parts], size, caption or title, numbers)
 
 
 def interval_chart(
@@ -93,7 +89,7 @@ def interval_chart(
     rows: Sequence[tuple[str, bool, float, tuple[float, float]]],
     caption: Any = None,
 ) -> Html:
-    """Shares in percent with their intervals: (label, quantized or not, value, interval); circle or diamond."""
+    """Shares in percent with their intervals: (label, quantized or not, value, interval); disc or diamond."""
     low = max(0.0, min(row[3][0] for row in rows) - 2)
     high = min(100.0, max(row[3][1] for row in rows) + 2)
     left, right, step = 132, 44, 24
@@ -131,17 +127,17 @@ def scatter_chart(
     caption: Any,
     data: Any,
 ) -> Html:
-    """Two values for each of a row of things, circle and diamond; `groups`: names of neighbours, and how many."""
+    """Two values in decibels for each thing in a row, disc and diamond; `groups`: (name, how many) neighbours."""
     finite = [value for _, values in series for value in values if math.isfinite(value)]
     low, high = math.floor(min([0.0, *finite])), math.ceil(max([1.0, *finite]))
-    left, top, bottom, height = 34, 8, 172, 230
+    left, top, bottom, height = 44, 8, 172, 246
     count = max(1, len(series[0][1]))
     across, up = (WIDTH - left - 8) / count, (bottom - top) / (high - low)
     parts: list[Html] = []
     for value in ticks(low, high, 5):
         y = bottom - (value - low) * up
         parts.append(tag("line", x1=left, x2=WIDTH - 8, y1=f"{y:.1f}", y2=f"{y:.1f}", stroke="#ddd"))
-        parts.append(_text(left - 5, y + 4, f"{value:g}".replace("-", "−"), "end"))
+        parts.append(_text(left - 5, y + 4, f"{value:g} dB".replace("-", "−"), "end"))
     position, every = 0, max(1, math.ceil(len(groups) / 20))
     for index, (label, size) in enumerate(groups):
         x = left + (position + size / 2) * across
@@ -196,7 +192,7 @@ def small_histogram(
 
 
 def legend(first: str, second: str) -> Html:
-    """What circle and diamond stand for."""
+    """What disc and diamond stand for."""
     keys = [
         tag("svg", marker(7, 7, which, 5), viewBox="0 0 14 14", class_="key", aria_hidden="true")
         for which in (False, True)
@@ -205,12 +201,12 @@ def legend(first: str, second: str) -> Html:
 
 
 def marker(x: float, y: float, is_second: bool, size: float) -> Html:
-    """A blue circle or a vermillion diamond around a point."""
+    """A blue disc, or a vermillion diamond that leaves a disc at the same place to be seen."""
     if not is_second:
         return tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=f"{size:g}", fill=BLUE)
     s = size * 1.3
     points = f"{x:.1f},{y - s:.1f} {x + s:.1f},{y:.1f} {x:.1f},{y + s:.1f} {x - s:.1f},{y:.1f}"
-    return tag("polygon", points=points, fill=VERMILLION, stroke="#fff", stroke_width=0.5)
+    return tag("polygon", points=points, fill="none", stroke=VERMILLION, stroke_width=1.6)
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-VOID = {"meta", "img", "br", "path", "line", "rect", "circle", "polygon", "polyline", "use"}
+VOID = {"meta", "img", "br", "wbr", "path", "line", "rect", "circle", "polygon", "polyline", "use"}
 """Elements without content; those of SVG are closed in themselves too."""
 
 _NOT_TEXT = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -48,6 +48,12 @@ def joined(parts: Iterable[Any]) -> Html:
         elif part is not None:
             texts.append(escaped(part))
     return Html("".join(texts))
+
+
+def breakable(name: str) -> list[Any]:
+    """A dotted name that may be broken over lines after its dots."""
+    parts = name.split(".")
+    return [[part, ".", tag("wbr")] for part in parts[:-1]] + [parts[-1]]
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], caption: Any = None) -> Html:

@@ -64,9 +64,9 @@ table { border-collapse: collapse; font-size: .9rem; }
 caption { text-align: left; font-weight: 600; padding: .2rem 0; }
 th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid #ddd;
   font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; font-weight: 400; }
 thead th { border-bottom: 1px solid #555; }
-td code { overflow-wrap: normal; }
 pre { background: #f5f5f5; padding: .7rem; overflow-x: auto; font-size: .85rem; max-width: 100%;
   overflow-wrap: normal; }
 code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; font-size: .9em; }

@@ -36,7 +36,7 @@ def significant(value: Any, digits: int = 3) -> str:
     found = number(value)
     if found is None:
         return "–"
-    text = f"{found:.{digits}g}"
+    text = f"{found + 0.0:.{digits}g}"  # adding 0 turns -0 into 0
     if "e" in text:
         mantissa, exponent = text.split("e")
         text = f"{mantissa}e{int(exponent)}"
@@ -44,5 +44,8 @@ def significant(value: Any, digits: int = 3) -> str:
 
 
 def megabytes(value: Any) -> str:
+    """A size for people; gigabytes where there are any."""
     found = number(value)
-    return "–" if found is None else f"{found / 1e6:.2f} MB"
+    if found is None:
+        return "–"
+    return f"{found / 1e9:.2f} GB" if found >= 1e9 else f"{found / 1e6:.2f} MB"

@@ -177,4 +177,5 @@ def headline(material: Material) -> Html:
     before, after = number(size.get("full_precision_bytes")), number(size.get("quantized_bytes"))
     if before and after:
         parts.append(f"{after / 1e6:.1f} MB instead of {before / 1e6:.1f}")
-    return tag("p", "; ".join(parts) + ".", class_="headline")
+    said = "; ".join(parts)
+    return tag("p", f"{said[:1].upper()}{said[1:]}.", class_="headline")

@@ -30,8 +30,8 @@ def disagreements_section(material: Material) -> list[Any]:
 
 def _card(item: Disagreement, names: dict[int, str]) -> Html:
     def answer(index: int, probability: float) -> list[Any]:
-        mark = "" if item.target is None else " ✓" if index == item.target else " ✗"
-        return [f"{_name(index, names)} {100 * probability:.0f} %{mark}"]
+        mark = "" if item.target is None else "\u00a0✓" if index == item.target else "\u00a0✗"
+        return [f"{_name(index, names)} {100 * probability:.0f}\u00a0%{mark}"]
 
     lines: list[Any] = [
         tag("dt", "full precision"),

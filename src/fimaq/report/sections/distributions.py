@@ -4,7 +4,7 @@ from typing import Any
 
 from fimaq.report.charts import small_histogram
 from fimaq.report.distributions import Distribution
-from fimaq.report.markup import Html, details, tag
+from fimaq.report.markup import Html, breakable, details, tag
 from fimaq.report.material import Material
 from fimaq.report.reading import significant
 from fimaq.report.sections.layers import not_shown
@@ -50,5 +50,13 @@ def _panel(name: str, found: Distribution) -> Html:
     picture = small_histogram(
         found.counts, found.low, found.high, found.chosen, f"Histogram of {name}, {found.what}: {chosen}; {text}"
     )
-    caption = [tag("b", name), tag("br"), f"{found.what}, {found.bits} bits", tag("br"), chosen, tag("br"), text]
+    caption = [
+        tag("b", breakable(name)),
+        tag("br"),
+        f"{found.what}, {found.bits} bits",
+        tag("br"),
+        chosen,
+        tag("br"),
+        text,
+    ]
     return tag("figure", picture, tag("figcaption", caption))

@@ -62,10 +62,10 @@ def _units(found: Sensitivity, images_from: str) -> list[Any]:
     return [
         tag(
             "p",
-            f"One unit at a time is quantized as it is in the run, all others are in full precision; "
-            f"{found.images} images ({images_from}). With all units quantized, the KL divergence on the same images "
-            f"is {significant(whole.kl)} (±{significant(1.96 * whole.kl_error, 2)}), and the answer is the same on "
-            f"{whole.agreeing} of them. Single units do not add up to this: each was reconstructed on the "
+            f"One unit at a time is quantized as in the run, all others are in full precision; {found.images} "
+            f"images ({images_from}). With all units quantized, the KL divergence on these images is "
+            f"{significant(whole.kl)} (±{significant(1.96 * whole.kl_error, 2)}), and the answer is the same "
+            f"on {whole.agreeing} of them. Single units do not add up to this: each was reconstructed on the "
             "quantized outputs of those before it, whose errors it partly makes good.",
         ),
         tag(
@@ -83,8 +83,8 @@ def _units(found: Sensitivity, images_from: str) -> list[Any]:
                 "Error of the unit's own output, one unit quantized",
                 errors,
                 ("unit", "relative error"),
-                "Error of the unit's own output relative to its size. A large one need not hurt: compare with the "
-                "KL divergence.",
+                "Error of the unit's own output relative to its size, the same units in bold. A large one need "
+                "not hurt: compare with the KL divergence.",
             ),
             class_="pair",
         ),

@@ -56,8 +56,8 @@ def _losses(units: list[dict[str, Any]], material: Material) -> list[Any]:
         tag("h3", "Loss of each unit"),
         tag(
             "p",
-            "Each curve starts at zero at its foot. A loss is relative to its value when the Fisher approximation "
-            "was last refreshed, so it jumps back up at a refresh: compare within a stretch, not across.",
+            "The line at the foot of each curve is zero. A loss is relative to its value when the Fisher "
+            "approximation was last refreshed, so it jumps back up at a refresh: compare within a stretch, not across.",
         ),
         tag("div", panels, class_="multiples"),
         details(
@@ -93,8 +93,8 @@ def _roundings(units: list[dict[str, Any]]) -> list[Any]:
             "Share of weights that are not rounded to nearest",
             bars,
             ("unit", "share"),
-            "Share of a unit's weights that reconstruction rounded the other way. Near 0 %: it learned little; "
-            "several percent are usual.",
+            "Share of a unit's weights that reconstruction rounded the other way. At 0 % nothing would have "
+            "been learned.",
         ),
     ]
 

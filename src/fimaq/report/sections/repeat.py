@@ -61,7 +61,8 @@ def repeat_section(material: Material) -> list[Any]:
             id="run-yaml",
             tabindex="0",
         ),
-        table(("", "SHA-256"), [(name, tag("code", value)) for name, value in digests], "Digests"),
+        tag("h3", "Digests"),
+        tag("dl", [[tag("dt", name), tag("dd", tag("code", value))] for name, value in digests]),
         table(("", "version"), list(versions.items()), "Versions the run was made with"),
         details(
             "config.json, complete",

@@ -19,7 +19,7 @@ def _sizes(material: Material) -> list[Any]:
         return [tag("p", "metrics.json does not say how large the model is.")]
     bars = [
         Bar("full precision", before / 1e6, megabytes(before)),
-        Bar("quantized", after / 1e6, megabytes(after), emphasised=True),
+        Bar("quantized weights", after / 1e6, megabytes(after), emphasised=True),
     ]
     for record in material.exports:
         size_of_file = number(record.get("bytes"))
@@ -61,7 +61,7 @@ def _speed(material: Material) -> list[Any]:
     for number_of, (runtime, found) in enumerate(mapping(bench.get("runtimes")).items()):
         parts += _in_runtime(f"speed-{number_of}", runtime, mapping(found))
     threads = whole(bench.get("threads"))
-    note = f"Median of interleaved turns on {threads} threads; the table gives quartiles. "
+    note = f"Medians of turns taken one after the other, {threads} thread{'' if threads == 1 else 's'}. "
     return [*parts, tag("p", note, "Full precision ran in the same runtime with the same architecture.")]
 
 
@@ -84,13 +84,13 @@ def _in_runtime(name: str, runtime: str, found: dict[str, Any]) -> list[Any]:
         ratio = number(row.get("speedup"))
         if ratio is not None:
             ratios.append(f"{ratio:.2f} times as fast at batch {batch}")
-    for label, key in (("file", "bytes"), ("peak memory", "peak_memory_bytes")):
-        sizes = mapping(found.get(key))
-        if sizes:
-            shown_sizes = [megabytes(sizes.get(which)) for which in ("full_precision", "quantized")]
-            rows.append((label, " → ".join(shown_sizes), "", ""))
     if not bars:
         return []
     caption = f"{found.get('version', runtime)}: milliseconds per image, by batch size. " + ", ".join(ratios) + "."
-    chart = bar_chart(name, f"Time per image in {runtime}", bars, ("model, batch", "per image"), caption)
-    return [chart, table(("", "per batch", "quartiles, ms", "images/s"), rows, f"Measured in {runtime}")]
+    for label, key in (("File", "bytes"), ("Peak memory", "peak_memory_bytes")):
+        sizes = mapping(found.get(key))
+        if sizes:
+            shown_sizes = [megabytes(sizes.get(which)) for which in ("full_precision", "quantized")]
+            caption += f" {label}: {shown_sizes[0]} in full precision, {shown_sizes[1]} quantized."
+    data = table(("", "per batch", "quartiles, ms", "images/s"), rows, f"Measured in {runtime}")
+    return [bar_chart(name, f"Time per image in {runtime}", bars, (), caption, data)]
