@@ -16,7 +16,7 @@ BLUE, VERMILLION, GREY, INK = "#0072B2", "#D55E00", "#8a8a8a", "#1a1a1a"
 WIDTH = 360
 """Charts are drawn for a phone's width, in its pixels, and scaled up a little on larger screens."""
 LABELS, RIGHT = 112, 62
-LONGEST_LABEL = 18
+LONGEST_LABEL = 16
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fimaq.artifact.files import file_digest, read_json
 from fimaq.artifact.run_directory import MODEL, RunDirectory
 from fimaq.config import Config
 from fimaq.data.preprocess import Preprocessing
-from fimaq.errors import InputError
+from fimaq.errors import FimaqError, InputError
 from fimaq.models.prepare import Structure
 from fimaq.pipeline import numerics
 from fimaq.progress import Silent
@@ -91,14 +91,21 @@ def measure(
 ) -> None:
     """Add sensitivity, noise and distributions, and disagreements where no labelled images gave them already.
 
-    `images` (n, C, H, W): normalised as the models take them.
+    `images` (n, C, H, W): normalised as the models take them. Where the two models cannot be lined up, the report
+    is written all the same, and says why.
     """
     structure = structure_of(RunDirectory.open_existing(material.path))
     stored = material.config.get("preprocessing")
     disagreements = Disagreements(Preprocessing.from_dict(stored) if stored else None)
     with numerics(Config.create()):
         original, quantized = original.to(device).eval(), quantized.to(device).eval()
-        twin = full_precision_twin(original, quantized, structure, images[:1].to(device))
+        try:
+            twin = full_precision_twin(original, quantized, structure, images[:1].to(device))
+        except InputError:
+            raise
+        except FimaqError as error:
+            material.missing = str(error)
+            return
         material.sensitivity = measure_sensitivity(
             twin, quantized, structure, images, progress, None if material.disagreements else disagreements.add
         )

@@ -161,7 +161,7 @@ class _Walk:
         unit, counterpart = self.chain.units[index], self.counterparts[index]
         with watched(unit.module), _recorded(unit.module) as full:
             outputs = {"full": unit(inputs["full"])}
-        with _recorded(counterpart.module) as quantized:
+        with watched(counterpart.module), _recorded(counterpart.module) as quantized:
             outputs["quantized"] = counterpart(inputs["quantized"])
         for name, (arguments, exact) in full.items():
             module = counterpart.module.get_submodule(name)

@@ -57,7 +57,7 @@ def _losses(units: list[dict[str, Any]], material: Material) -> list[Any]:
         tag(
             "p",
             "The line at the foot of each curve is zero. A loss is relative to its value when the Fisher "
-            "approximation was last refreshed, so it jumps back up at a refresh: compare within a stretch, not across.",
+            "approximation was last refreshed, so it jumps up at a refresh: compare within a stretch, not across.",
         ),
         tag("div", panels, class_="multiples"),
         details(

@@ -19,7 +19,7 @@ def _sizes(material: Material) -> list[Any]:
         return [tag("p", "metrics.json does not say how large the model is.")]
     bars = [
         Bar("full precision", before / 1e6, megabytes(before)),
-        Bar("quantized weights", after / 1e6, megabytes(after), emphasised=True),
+        Bar("this run", after / 1e6, megabytes(after), emphasised=True),
     ]
     for record in material.exports:
         size_of_file = number(record.get("bytes"))
