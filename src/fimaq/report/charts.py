@@ -15,8 +15,8 @@ from fimaq.report.reading import significant
 BLUE, VERMILLION, GREY, INK = "#0072B2", "#D55E00", "#8a8a8a", "#1a1a1a"
 WIDTH = 360
 """Charts are drawn for a phone's width, in its pixels, and scaled up a little on larger screens."""
-LABELS, RIGHT = 112, 62
-LONGEST_LABEL = 16
+LABELS, RIGHT = 122, 62
+LONGEST_LABEL, LONGEST_BOLD = 18, 16
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def bar_chart(
         middle = row * step + step / 2 + 4
         length = max(0.0, bar.value) * scale
         fill = VERMILLION if bar.emphasised else BLUE
+        label = _short(bar.label, LONGEST_BOLD if bar.emphasised else LONGEST_LABEL)
         parts += [
-            _text(LABELS - 6, middle + 4, _short(bar.label), "end", bold=bar.emphasised, whole=bar.label),
+            _text(LABELS - 6, middle + 4, label, "end", bold=bar.emphasised, whole=bar.label),
             tag("rect", x=LABELS, y=f"{middle - 6:g}", width=f"{max(length, 1):.1f}", height=12, fill=fill),
         ]
         end = length
@@ -247,7 +248,7 @@ def _text(
     )
 
 
-def _short(text: str, most: int = LONGEST_LABEL) -> str:
+def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 

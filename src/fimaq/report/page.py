@@ -48,7 +48,8 @@ figcaption { font-size: .875rem; color: #333; max-width: 34rem; }
 svg.chart { display: block; width: 100%; max-width: 30rem; height: auto; }
 svg.small { display: block; width: 100%; height: auto; }
 svg.key { width: .9em; height: .9em; vertical-align: -.1em; }
-.picture img { max-width: 100%; height: auto; }
+.picture { overflow-x: auto; }
+.picture img { max-width: 100%; min-width: 36rem; height: auto; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 0 1.5rem; }
 .multiples { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .8rem 1rem; }
 .multiples figure { margin: 0; }

@@ -36,7 +36,9 @@ def significant(value: Any, digits: int = 3) -> str:
     found = number(value)
     if found is None:
         return "–"
-    text = f"{found + 0.0:.{digits}g}"  # adding 0 turns -0 into 0
+    if found == 0:
+        return "0"
+    text = f"{found:#.{digits}g}".rstrip(".")  # with trailing zeros: 0.030 is known better than 0.03
     if "e" in text:
         mantissa, exponent = text.split("e")
         text = f"{mantissa}e{int(exponent)}"

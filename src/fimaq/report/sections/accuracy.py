@@ -178,4 +178,5 @@ def headline(material: Material) -> Html:
     if before and after:
         parts.append(f"{after / 1e6:.1f} MB instead of {before / 1e6:.1f}")
     said = "; ".join(parts)
-    return tag("p", f"{said[:1].upper()}{said[1:]}.", class_="headline")
+    said = f"{said[:1].upper()}{said[1:]}.".replace(" %", "\u00a0%").replace(" MB", "\u00a0MB")
+    return tag("p", said, class_="headline")

@@ -14,9 +14,10 @@ def disagreements_section(material: Material) -> list[Any]:
     if found is None:
         return [not_shown(material)]
     low, high = (100 * end for end in wilson(found.count, max(1, found.images)))
+    share = f"{100 * found.count / max(1, found.images):.1f} %, 95 % interval {low:.1f} to {high:.1f} %"
     said = (
         f"Of {found.images} images ({material.disagreements_on}), the two models answer differently on "
-        f"{found.count}: {100 * found.count / max(1, found.images):.1f} % (95 % {low:.1f} to {high:.1f} %)."
+        f"{found.count or 'none'} ({share})."
     )
     worst = found.worst
     if not worst:

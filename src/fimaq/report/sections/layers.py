@@ -7,7 +7,7 @@ from fimaq.report.charts import Bar, bar_chart, legend, scatter_chart
 from fimaq.report.intervals import around
 from fimaq.report.markup import Html, details, table, tag
 from fimaq.report.material import Material
-from fimaq.report.reading import significant
+from fimaq.report.reading import mapping, significant
 from fimaq.report.sensitivity import LayerNoise, Sensitivity
 
 EMPHASISED = 3
@@ -18,14 +18,15 @@ def layers_section(material: Material) -> list[Any]:
     found = material.sensitivity
     if found is None:
         return [not_shown(material)]
-    return [*_units(found, material.images_from), *_layers(found)]
+    method = mapping(material.config.get("settings")).get("method")
+    return [*_units(found, material.images_from, method), *_layers(found)]
 
 
 def not_shown(material: Material) -> Html:
     return tag("p", tag("strong", "Not shown: "), material.missing or "it was not measured", ".")
 
 
-def _units(found: Sensitivity, images_from: str) -> list[Any]:
+def _units(found: Sensitivity, images_from: str, method: Any) -> list[Any]:
     ranked = sorted(found.units, key=lambda unit: unit.kl, reverse=True)
     worst = {unit.unit for unit in ranked[:EMPHASISED]}
     whole = found.whole
@@ -65,8 +66,11 @@ def _units(found: Sensitivity, images_from: str) -> list[Any]:
             f"One unit at a time is quantized as in the run, all others are in full precision; {found.images} "
             f"images ({images_from}). With all units quantized, the KL divergence on these images is "
             f"{significant(whole.kl)} (±{significant(1.96 * whole.kl_error, 2)}), and the answer is the same "
-            f"on {whole.agreeing} of them. Single units do not add up to this: each was reconstructed on the "
-            "quantized outputs of those before it, whose errors it partly makes good.",
+            f"on {whole.agreeing} of them. Single units do not add up to this",
+            "."
+            if method == "rtn"
+            else ": each was reconstructed on the quantized outputs of those before it, whose errors it partly makes "
+            "good.",
         ),
         tag(
             "div",

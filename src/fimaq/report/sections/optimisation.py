@@ -153,4 +153,4 @@ def _picture(folder: Path, name: str, text: str) -> list[Html]:
     uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
     where = f"{text}: {about.get('unit', folder.name)}, token {about.get('token', '?')}"
     picture = tag("img", src=uri, alt=where, width=image.width, height=image.height)
-    return [tag("figure", picture, tag("figcaption", where), class_="picture")]
+    return [tag("figure", picture, tag("figcaption", where), class_="picture", tabindex="0")]
