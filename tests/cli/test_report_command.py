@@ -50,6 +50,7 @@ def test_accuracy_is_measured_shown_and_kept(evaluated: Path) -> None:
     assert accuracy["full_precision"]["top1"] == pytest.approx(100 * total / 12, abs=0.001)
     assert accuracy["kl_standard_error"] >= 0
     assert "Measured on 12 labelled images" in said(evaluated / "report.html", "accuracy")
+    assert "12 images (labelled images from" in said(evaluated / "report.html", "disagreements")
 
 
 def test_units_are_measured_on_the_runs_own_calibration_images(

@@ -1,5 +1,6 @@
 """fimaq report RUN"""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -138,8 +139,9 @@ def _measure_accuracy(
 ) -> None:
     """Accuracy into the run's metrics; disagreements on the labelled images into `material`."""
     from fimaq.cli.evaluate import evaluate_run
-    from fimaq.data import Preprocessing
-    from fimaq.report.disagreements import Disagreements
+    from fimaq.data import Preprocessing, build_transform, validation_set
+    from fimaq.errors import InputError
+    from fimaq.report.disagreements import Disagreements, class_names
 
     stored = material.config.get("preprocessing")
     found = Disagreements(Preprocessing.from_dict(stored) if stored else None)
@@ -151,6 +153,11 @@ def _measure_accuracy(
     evaluate_run(material.path, None, val, None, size, class_map, weights, 64, device, progress, observe)
     if found.images:
         material.disagreements, material.disagreements_on = found, f"labelled images from {val}"
+        classes = material.config["model"]["num_classes"]
+        transform = build_transform(Preprocessing.from_dict(stored))
+        with contextlib.suppress(InputError):  # folders that only label names inside the model tell apart
+            _, mapped = validation_set(val, classes, transform, class_map)
+            material.class_names = class_names(classes, folders=mapped.indices)
 
 
 def _measure_units(
@@ -172,7 +179,7 @@ def _measure_units(
 
     config = material.config
     model, given, stored = config["model"], config["given"], config["preprocessing"]
-    material.class_names = class_names(model["num_classes"])
+    material.class_names = material.class_names or class_names(model["num_classes"])
     if model["name"] is None or stored is None:
         material.missing = "the run was made in Python from a model object; use fimaq.report.write.write_report"
         return

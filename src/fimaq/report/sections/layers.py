@@ -69,8 +69,8 @@ def _units(found: Sensitivity, images_from: str, method: Any) -> list[Any]:
             f"on {whole.agreeing} of them. Single units do not add up to this",
             "."
             if method == "rtn"
-            else ": each was reconstructed on the quantized outputs of those before it, whose errors it partly makes "
-            "good.",
+            else ": each was reconstructed on the quantized outputs of those before it, and makes part of their "
+            "errors good.",
         ),
         tag(
             "div",
