@@ -13,6 +13,8 @@ from fimaq.artifact.run_directory import MODEL, RunDirectory
 from fimaq.config import Config
 from fimaq.data.preprocess import Preprocessing
 from fimaq.errors import FimaqError, InputError
+from fimaq.export.bench import BENCH
+from fimaq.export.formats import FORMATS
 from fimaq.models.prepare import Structure
 from fimaq.pipeline import numerics
 from fimaq.progress import Silent
@@ -20,9 +22,6 @@ from fimaq.report.disagreements import Disagreements
 from fimaq.report.reading import mapping
 from fimaq.report.sensitivity import Sensitivity, measure_sensitivity
 from fimaq.report.twin import full_precision_twin
-
-BENCH = "bench.json"
-EXPORTS = ("export.json", "export-openvino.json")
 
 
 @dataclass
@@ -58,7 +57,7 @@ def read_run(run: Path, fisher: Path | None = None) -> Material:
         directory.task,
         file_digest(run / MODEL),
         bench=_optional(run / BENCH),
-        exports=[found for name in EXPORTS if (found := _optional(run / name)) is not None],
+        exports=[found for kind in FORMATS.values() if (found := _optional(run / kind.record))],
         stayed_float=structure.stayed_float,
         divided=structure.divided,
         fisher=fisher_folders(run, fisher),
