@@ -1,6 +1,7 @@
 """Accuracy of a model, and how far a quantized model is from the full-precision one."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor, nn
 from fimaq.data.folder import ValidationSet, validation_batches
 from fimaq.fisher.divergence import kl_divergence
 from fimaq.progress import Silent
+
+Observe = Callable[[Tensor, Tensor, dict[str, Tensor]], None]
+"""Called with images (n, C, H, W), targets (n,) and each model's logits (n, classes), on the CPU."""
 
 
 class Tally:
@@ -27,6 +31,39 @@ class Tally:
         return {k: round(100 * v / max(1, self.images), 3) for k, v in (("top1", self.top1), ("top5", self.top5))}
 
 
+class Pairs:
+    """How two models' answers to the same images go together: what a paired comparison needs."""
+
+    def __init__(self) -> None:
+        self.images = self.agreement = 0
+        self.right = {"both": 0, "only_full_precision": 0, "only_quantized": 0, "neither": 0}
+        self.divergence = self.squares = 0.0
+
+    def add(self, full: Tensor, quantized: Tensor, targets: Tensor) -> None:
+        """Logits (n, classes) of both models, targets (n,)."""
+        one, two = full.argmax(1), quantized.argmax(1)
+        divergences = kl_divergence(full, quantized).double()
+        self.images += len(targets)
+        self.agreement += int((one == two).sum())
+        self.divergence += float(divergences.sum())
+        self.squares += float(divergences.square().sum())
+        first, second = one == targets, two == targets
+        cells = (first & second, first & ~second, ~first & second, ~first & ~second)
+        for name, cell in zip(self.right, cells, strict=True):
+            self.right[name] += int(cell.sum())
+
+    def as_dict(self) -> dict[str, Any]:
+        count = max(1, self.images)
+        mean = self.divergence / count
+        variance = max(0.0, self.squares / count - mean**2) * count / max(1, count - 1)
+        return {
+            "agreement": round(100 * self.agreement / count, 3),
+            "kl_divergence": mean,
+            "kl_standard_error": math.sqrt(variance / count),
+            "top1_right": self.right,
+        }
+
+
 @torch.no_grad()
 def evaluate_models(
     models: dict[str, nn.Module],
@@ -34,14 +71,16 @@ def evaluate_models(
     batch_size: int,
     device: torch.device,
     progress: Silent | None = None,
+    observe: Observe | None = None,
 ) -> dict[str, Any]:
     """Top-1 and top-5 in percent of every model, over the same images, read once.
 
-    With two models, "full_precision" and "quantized", also their mean KL divergence and top-1 agreement.
+    With two models, "full_precision" and "quantized", also their mean KL divergence, top-1 agreement, and how many
+    images each got right alone.
     """
     progress = progress or Silent()
     tallies = {name: Tally() for name in models}
-    agreement = divergence = 0.0
+    pairs = Pairs()
     unreadable = done = 0
     progress.start("evaluating", len(dataset))
     for images, targets, skipped in validation_batches(dataset, batch_size):
@@ -50,17 +89,16 @@ def evaluate_models(
         for name, values in logits.items():
             tallies[name].add(values, targets)
         if {"full_precision", "quantized"} <= logits.keys():
-            full, quantized = logits["full_precision"], logits["quantized"]
-            agreement += float((full.argmax(1) == quantized.argmax(1)).sum())
-            divergence += float(kl_divergence(full, quantized).sum())
+            pairs.add(logits["full_precision"], logits["quantized"], targets)
+        if observe is not None:
+            observe(images, targets, logits)
         done += len(targets) + skipped
         progress.update(done)
     images_seen = next(iter(tallies.values())).images
     result: dict[str, Any] = {name: tally.percent() for name, tally in tallies.items()}
     result |= {"images": images_seen, "unreadable": unreadable}
     if len(models) == 2:
-        result["agreement"] = round(100 * agreement / max(1, images_seen), 3)
-        result["kl_divergence"] = divergence / max(1, images_seen)
+        result |= pairs.as_dict()
     return result
 
 

@@ -286,6 +286,7 @@ def _unit_record(name: str, result: UnitResult, seconds: float) -> dict[str, Any
         "finite": result.finite,
         "weights": result.weights,
         "flipped": result.flipped,
+        "scale_changes": result.scale_changes,
     }
 
 

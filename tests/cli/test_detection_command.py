@@ -139,3 +139,13 @@ def test_a_detector_is_not_exported_yet(run: tuple[Path, dict]) -> None:
     outcome = fimaq("export", run[0])
     assert outcome.code != 0
     assert "detector" in outcome.err
+
+
+def test_a_report_shows_precision_and_says_what_it_leaves_out(run: tuple[Path, dict], tmp_path: Path) -> None:
+    outcome = fimaq("report", run[0], "--out", tmp_path / "r.html", "--device", "cpu", "--json")
+    assert outcome.code == 0, outcome.err
+    assert "not measured yet" in json.loads(outcome.out)["missing"]
+    text = (tmp_path / "r.html").read_text()
+    assert "COCO average precision in percent, 4 images" in text
+    assert all(unit["unit"] in text for unit in run[1]["units"])
+    assert all(name in text for name in run[1]["stayed_float"])

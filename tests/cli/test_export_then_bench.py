@@ -32,6 +32,7 @@ def test_bench_compares_with_full_precision(exported: Path) -> None:
     done = fimaq("bench", exported, "--repeats", "4", "--threads", "1", "--json")
     assert done.code == 0, done.err
     result = json.loads(done.out)
+    assert json.loads((exported / "bench.json").read_text()) == result
     assert result["runtimes"].keys() == {"onnxruntime", "openvino"}
     for found in result["runtimes"].values():
         assert [row["batch"] for row in found["times"]] == [1, 16]

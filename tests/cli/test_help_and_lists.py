@@ -18,6 +18,8 @@ OPTIONS = {
     "evaluate": "--data --val --crop-pct --val-size --class-map --weights --batch-size --device --json",
     "compare": "--out --data --quick --weights-dir --iters --json",
     "fisher": "--unit --out --data --weights --rank --token --exact-size --averages --json",
+    "report": "--out --data --calib --val --val-size --class-map --weights --images --fisher --stored --device "
+    "--json",
     "demo": "--seed",
     "list": "models methods",
 }

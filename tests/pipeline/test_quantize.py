@@ -143,3 +143,20 @@ def test_a_refused_run_leaves_no_directory(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         quantize(bits="w9a9", out=tmp_path / "deep" / "run")
     assert not (tmp_path / "deep").exists()
+
+
+def test_the_record_of_a_unit_says_how_far_its_scales_moved() -> None:
+    settings = {
+        "preset": "released",
+        "iters": 8,
+        "images": demo_calibration(32),
+        "calib_size": 32,
+    }  # no ties avoided
+    searched, learned = quantize(method="rtn", **settings), quantize(**settings)
+    changes = learned.metrics["units"][0]["scale_changes"]
+    assert changes.keys() == {"proj.input_quantizer"}
+    before, after = (run.model.patch_embed.proj.input_quantizer.scale for run in (searched, learned))
+    assert changes["proj.input_quantizer"] == pytest.approx(float((after / before - 1).mean()), abs=1e-6)
+    assert changes["proj.input_quantizer"] != 0
+    assert len(learned.metrics["units"][1]["scale_changes"]) == 8
+    assert searched.metrics["units"][0]["scale_changes"] == {}

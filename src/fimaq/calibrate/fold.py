@@ -39,7 +39,7 @@ def fold_layer_norms(model: nn.Module, example: Tensor, images: Callable[[], Ite
     for name, norm in norms.items():
         if name not in extremes:
             continue
-        readers = _readers(model, norm, example)
+        readers = find_readers(model, norm, example)
         low, high = extremes[name]
         spread = high - low
         spread = (spread / spread.mean()).clamp_min(SMALLEST_SPREAD)
@@ -113,7 +113,7 @@ def _channel_extremes(
     return extremes
 
 
-def _readers(model: nn.Module, norm: nn.LayerNorm, example: Tensor) -> list[QuantLinear]:
+def find_readers(model: nn.Module, norm: nn.LayerNorm, example: Tensor) -> list[QuantLinear]:
     """Linear layers whose input is the norm's output, moved around but channel by channel unchanged.
 
     Each channel is multiplied by a number of its own: a reader is who sees exactly these factors.

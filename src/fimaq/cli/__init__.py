@@ -38,13 +38,14 @@ def _options(
 
 def main() -> None:
     """Run the command line. Exit 0 done, 2 bad input, 1 failed, 130 interrupted (resumable)."""
-    from fimaq.cli import bench, compare, demo, evaluate, export, fisher, listing, quantize
+    from fimaq.cli import bench, compare, demo, evaluate, export, fisher, listing, quantize, report
 
     app.command("demo")(demo.demo)
     app.command("quantize")(quantize.quantize)
     app.command("evaluate")(evaluate.evaluate)
     app.command("export")(export.export)
     app.command("bench")(bench.bench)
+    app.command("report")(report.report)
     app.command("compare")(compare.compare)
     app.command("fisher")(fisher.fisher)
     app.command("list")(listing.listing)

@@ -49,7 +49,7 @@ def evaluate(
             print_average_precision(result)
         return
     with for_terminal() as progress:
-        result = _evaluate(run, data, val, crop_pct, val_size, class_map, weights, batch_size, device, progress)
+        result = evaluate_run(run, data, val, crop_pct, val_size, class_map, weights, batch_size, device, progress)
     if as_json:
         json.dump(result, sys.stdout)
         sys.stdout.write("\n")
@@ -57,7 +57,7 @@ def evaluate(
         _print_table(result)
 
 
-def _evaluate(
+def evaluate_run(
     run: Path,
     data: Path | None,
     val: Path | None,
@@ -68,7 +68,9 @@ def _evaluate(
     batch_size: int,
     device_name: str,
     progress: Any,
+    observe: Any = None,
 ) -> dict[str, Any]:
+    """Measure accuracy and store it in the run's metrics. `observe`: see `fimaq.accuracy.Observe`."""
     from dataclasses import replace
 
     from fimaq.accuracy import evaluate_models
@@ -93,17 +95,17 @@ def _evaluate(
     dataset, mapping = validation_set(folder, classes, build_transform(preprocessing), class_map, cfg, val_size)
     progress.note(f"validation: {len(dataset)} images, classes by {mapping.source}")
     models = {"quantized": quantized}
-    original = _full_precision(directory.config, weights, progress)
+    original = full_precision(directory.config, weights, progress)
     if original is not None:
         models["full_precision"] = original.to(device)
-    result = evaluate_models(models, dataset, batch_size, device, progress)
+    result = evaluate_models(models, dataset, batch_size, device, progress, observe)
     result["preprocessing"] = preprocessing.as_dict()
     result["classes_by"] = mapping.source
     directory.update_metrics({"accuracy": result})
     return result
 
 
-def _full_precision(config: dict[str, Any], weights: Path | None, progress: Any) -> Any:
+def full_precision(config: dict[str, Any], weights: Path | None, progress: Any) -> Any:
     """The original model, when its weights can still be had and are the ones the run was made from."""
     from fimaq.data.inputs import tensor_fingerprint
     from fimaq.models.build import build_model

@@ -1,6 +1,7 @@
 """Speed, size and memory of exported files beside full precision, interleaved in one process."""
 
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fimaq.artifact.files import read_json
+from fimaq.artifact.files import read_json, write_json
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
 from fimaq.export.deliver import refuse_detectors
@@ -22,6 +23,7 @@ from fimaq.progress import Silent
 
 LATENCY, THROUGHPUT = 1, 16
 """Batch sizes: one image as fast as possible, and many."""
+BENCH = "bench.json"
 MEMORY_PROBE = """
 import json, sys
 from pathlib import Path
@@ -41,6 +43,8 @@ print(largest_resident_size() - before)
 def bench_run(run: Path, threads: int, repeats: int, progress: Silent | None = None) -> dict[str, Any]:
     """Times of the exported files in RUN and of the same architecture in full precision, each in its runtime.
 
+    Also written to RUN/bench.json, in place of an earlier one.
+
     The full-precision weights are random: time does not depend on them, and they need not be there.
     """
     progress = progress or Silent()
@@ -56,10 +60,14 @@ def bench_run(run: Path, threads: int, repeats: int, progress: Silent | None = N
             f"{run} was made from a model object; without a timm name there is nothing to compare with"
         )
     model = build_architecture(described["name"], described["num_classes"], described["args"]).eval()
-    return {
+    result = {
         "threads": threads,
+        "repeats": repeats,
+        "machine": platform.machine(),
         "runtimes": {kind.runtime: _in_runtime(kind, run, model, threads, repeats, progress) for kind in formats},
     }
+    write_json(run / BENCH, result)
+    return result
 
 
 def _in_runtime(

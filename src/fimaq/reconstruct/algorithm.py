@@ -1,7 +1,7 @@
 """Algorithm 1 of the paper: reconstruct the units of a model one after the other."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from fimaq.calibrate.ties import avoid_ties
 from fimaq.config import FISHER_METHODS, Config
 from fimaq.fisher.collect import Sample, collect_averages, flat, gradient_and_perturbation
 from fimaq.models.units import Unit, UnitChain
-from fimaq.quant.layers import quantized_layers, set_quantized
+from fimaq.quant.layers import activation_quantizers, quantized_layers, set_quantized
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Recorded
 from fimaq.reconstruct.memory import affordable_sweep, sweep_of
@@ -42,6 +42,8 @@ class UnitResult:
     finite: bool
     flipped: int
     weights: int
+    scale_changes: dict[str, float] = field(default_factory=dict)
+    """Activation quantizer -> relative change of its scale (mean, if several) from range search to the end."""
 
 
 class Reconstruction:
@@ -79,6 +81,7 @@ class Reconstruction:
         if self.config.method == "rtn" or not unit.reconstructed:
             return self._harden(unit, [], True)
 
+        searched = _scales(unit.module)
         torch.manual_seed(self.config.seed * 1009 + index)
         objective = self.objective(index)
         step = ReconstructionStep(unit, objective, self.config, self.cache)
@@ -94,7 +97,10 @@ class Reconstruction:
             if iteration in reported:
                 losses.append((iteration, step.loss))
                 report(*losses[-1])
-        return self._harden(unit, losses, step.finish())
+        result = self._harden(unit, losses, step.finish())
+        ended = _scales(unit.module)
+        result.scale_changes = {name: float((ended[name] / searched[name] - 1).mean()) for name in searched}
+        return result
 
     def advance(self, index: int) -> None:
         """Move the cache from unit `index` to the next one: outputs become the inputs of what follows."""
@@ -228,6 +234,10 @@ class Reconstruction:
 
             avoid_ties(unit.module, run, keep_on_host=self.config.memory_budget is not None)
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
+
+
+def _scales(module: nn.Module) -> dict[str, Tensor]:
+    return {name: quantizer.scale.detach().clone() for name, quantizer in activation_quantizers(module)}
 
 
 def _refresh_iterations(objective: nn.Module, config: Config) -> set[int]:
