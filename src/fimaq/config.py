@@ -65,6 +65,7 @@ class Config(BaseModel):
     rounding_weight: float = Field(0.01, ge=0)
     warmup: float = Field(0.2, ge=0, lt=1, description="share of iterations without the rounding penalty")
     temperature: float = Field(20.0, gt=0, description="logits are divided by it before the KL divergence")
+    bit_exact: bool = Field(False, description="compute the same bits in every library, see quant/exact.py")
     allow_float: bool = Field(False, description="quantize the rest where an attention cannot be opened")
 
     device: str = "auto"
@@ -106,6 +107,8 @@ class Config(BaseModel):
         short, long = self.image_size
         if not 32 <= short <= long:
             raise ValueError(f"image_size {short},{long}: give a short side of 32 at least, then the long one")
+        if self.bit_exact and self.preset != "deploy":
+            raise ValueError(f"bit_exact is for what is exported: give preset deploy instead of {self.preset}")
         if self.batch_size > self.calib_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is larger than calib_size {self.calib_size}: "

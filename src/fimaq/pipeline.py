@@ -19,6 +19,7 @@ from fimaq.accuracy import fidelity
 from fimaq.artifact.model_file import load_quantized_state, quantized_state
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.artifact.scalars import require_tensorboard
+from fimaq.calibrate.exactness import find_exact
 from fimaq.calibrate.fold import fold_layer_norms
 from fimaq.calibrate.massive import divide_massive_channels
 from fimaq.config import Config
@@ -29,7 +30,7 @@ from fimaq.detection.build import build_folded_detector
 from fimaq.errors import FimaqError, InputError
 from fimaq.journal import Journal
 from fimaq.models.build import build_architecture, check_finite
-from fimaq.models.prepare import Structure, apply_structure, prepare_model
+from fimaq.models.prepare import Structure, apply_findings, apply_structure, make_exact, prepare_model
 from fimaq.models.units import UnitChain
 from fimaq.progress import Silent
 from fimaq.reconstruct.algorithm import Reconstruction, UnitResult
@@ -54,6 +55,9 @@ NOT_COMPARED = {
 """Settings not compared on resume: what only evaluation reads; those whose effect is compared instead (contents
 behind paths, the resolved preprocessing); the memory budgets, to be changed by who ran out of memory; what is only
 shown."""
+
+LOOKED_AT = 8
+"""Images that run through the finished model to see where it can be made exact."""
 
 
 @dataclass
@@ -154,7 +158,9 @@ def run_quantization(
             directory = stack.enter_context(RunDirectory.create(out, description, resume, same))
             if directory.complete:
                 journal.note(f"{out} already holds this run, finished; nothing to do")
-                load_quantized_state(model, directory.read_model()[0])
+                tensors, metadata = directory.read_model()
+                apply_findings(model, Structure.from_dict(json.loads(metadata["structure"])))
+                load_quantized_state(model, tensors)
                 return Run(model, config, directory.read_metrics(), out)
             journal.keep_in(directory, config.tensorboard)
         metrics = _quantize_units(chain, structure, images, config, device, directory, journal)
@@ -202,6 +208,9 @@ def _quantize_units(
         )
         units = [_finish_unit(reconstruction, index, directory, journal) for index in range(len(chain))]
         journal.finish_units()
+        if config.bit_exact:
+            structure.exact.update(find_exact(model, lambda: model(images[:LOOKED_AT].to(device))))
+            make_exact(model, structure.exact)
         metrics: dict[str, Any] = {
             "fidelity": fidelity(model, reconstruction.images_and_teacher(images)),
             "units": units,

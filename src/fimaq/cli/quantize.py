@@ -46,6 +46,10 @@ def quantize(
     allow_float: Annotated[
         bool | None, typer.Option("--allow-float", help="Quantize the rest where an operator must stay float.")
     ] = None,
+    bit_exact: Annotated[
+        bool | None,
+        typer.Option("--bit-exact", help="Exported files give the run's bits in onnxruntime; a little slower."),
+    ] = None,
     device: options.Device = None,
     precision: options.Precision = None,
     memory_budget: options.MemoryBudget = None,

@@ -55,6 +55,11 @@ def export_run(
     _check(target, kind)
     if not any(len(given) for given in images.values()):
         raise InputError("an export is verified on images, and none were given: use --verify DIR")
+    if directory.config.get("settings", {}).get("bit_exact") and not kind.bit_exact:
+        raise InputError(
+            f"{path} was made with --bit-exact, which {kind.runtime} cannot keep: it joins steps that are to be "
+            "rounded one by one. Export it with --format onnx, or quantize without --bit-exact"
+        )
     stayed_float = directory.read_metrics().get("stayed_float", [])
     own = load(path, model)
     progress.note(f"translating for {kind.runtime}")

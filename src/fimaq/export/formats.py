@@ -23,6 +23,7 @@ class Format:
     session: Callable[..., Session]  # of path, threads and the shape of images
     any_size: bool  # whether image sizes can be left open
     symmetric: bool  # whether the runtime multiplies integers only where zero is in the middle of their range
+    bit_exact: bool  # whether the runtime computes step by step what the graph says
     extra: str
     packages: tuple[str, ...]
 
@@ -71,6 +72,7 @@ FORMATS = {
         session=OnnxRuntimeSession,
         any_size=True,
         symmetric=False,
+        bit_exact=True,
         extra="export",
         packages=_ONNX,
     ),
@@ -83,6 +85,7 @@ FORMATS = {
         session=OpenVinoSession,
         any_size=False,
         symmetric=True,
+        bit_exact=False,
         extra="openvino",
         packages=(*_ONNX, "openvino"),
     ),

@@ -82,11 +82,22 @@ class _WithWeight(QuantizedLayer):
 class IntegerLinear(_WithWeight, QuantLinear):
     """Input (..., in) -> (..., out)."""
 
+    shifted: Tensor
+    back: Tensor
+
+    def prepare(self, symmetric: bool) -> None:
+        super().prepare(symmetric)
+        if self.output_offset is not None:
+            for name, bias in zip(("shifted", "back"), self.rounding_bias(), strict=True):
+                self.register_buffer(name, bias.clone())
+
     def forward(self, x: Tensor, *given_bias: Tensor | None) -> Tensor:
         bias = given_bias[0] if given_bias else self.bias
         # Matrices become a batch of one: runtimes join a plain product and its bias into one float operator.
         codes = self.input(self.columns(x))
         product = self.product(codes.unsqueeze(0)).squeeze(0) if x.dim() == 2 else self.product(codes)
+        if self.output_offset is not None and not given_bias:
+            return product + self.shifted + self.back
         return product if bias is None else product + bias
 
 

@@ -103,7 +103,17 @@ def window(stride: list[int], padding: list[int], dilation: list[int], groups: i
     return {"strides": stride, "pads": [top, left, bottom, right], "dilations": dilation, "group": groups}
 
 
-TRANSLATIONS: dict[str, Any] = {"quantize": _quantize, "multiply": _multiply, "convolve": _convolve}
+def _on_grid(x: Any, offset: float) -> Any:
+    large = op.Constant(value_float=offset)
+    return op.Sub(op.Add(x, large), large)
+
+
+TRANSLATIONS: dict[str, Any] = {
+    "quantize": _quantize,
+    "multiply": _multiply,
+    "convolve": _convolve,
+    "on_grid": _on_grid,
+}
 
 
 def _pack(graph: ir.Graph, name: str) -> None:

@@ -16,7 +16,8 @@ from fimaq.models.products import (
     softmax_products,
     watched,
 )
-from fimaq.quant.layers import QuantMatMul, can_convert, convert_layer, restore_layer
+from fimaq.quant.exact import exact_layer_norm
+from fimaq.quant.layers import QuantLinear, QuantMatMul, can_convert, convert_layer, restore_layer
 
 FIRST_LAYER_BITS = 8
 """The image itself is quantized to 8 bits whatever the setting: it arrives as bytes."""
@@ -31,6 +32,9 @@ class Structure:
     stayed_float: list[str] = field(default_factory=list)
     rescaled: list[str] = field(default_factory=list)  # products whose rows are rescaled, see QuantMatMul
     divided: dict[str, dict[int, int]] = field(default_factory=dict)  # layer -> channel -> its columns
+    exact: dict[str, float] = field(
+        default_factory=dict
+    )  # module -> offset of its grid, see calibrate/exactness.py
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,6 +50,7 @@ class Structure:
                 layer: {int(c): n for c, n in columns.items()}
                 for layer, columns in values.get("divided", {}).items()
             },
+            {name: float(offset) for name, offset in values.get("exact", {}).items()},
         )
 
 
@@ -105,8 +110,27 @@ def apply_structure(model: nn.Module, structure: Structure) -> None:
         open_module(modules[name], count, bits)
         modules[name].products.to(device)  # type: ignore[union-attr]
     _rescale(model, structure.rescaled)
+    apply_findings(model, structure)
+
+
+def apply_findings(model: nn.Module, structure: Structure) -> None:
+    """Of the changes, those that calibration found: divided channels and grids."""
     for name, columns in structure.divided.items():
-        modules[name].divide(columns)  # type: ignore[operator]
+        model.get_submodule(name).divide(columns)  # type: ignore[operator]
+    make_exact(model, structure.exact)
+
+
+def make_exact(model: nn.Module, offsets: dict[str, float]) -> None:
+    """Give LayerNorms, layers before a GELU and products of a softmax the grids that make them exact."""
+    for name, offset in offsets.items():
+        module = model.get_submodule(name)
+        if isinstance(module, nn.LayerNorm):
+            exact_layer_norm(module, offset)
+        elif isinstance(module, QuantLinear):
+            module.output_offset = offset
+        else:
+            assert isinstance(module, QuantMatMul)
+            module.takes_exponentials = True
 
 
 def _rescale(model: nn.Module, names: list[str]) -> None:

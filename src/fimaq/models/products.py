@@ -20,10 +20,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fimaq.errors import InputError
+from fimaq.quant.exact import exponentials
 from fimaq.quant.layers import QUANTIZED, QuantLinear, QuantMatMul
 
 _MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 _FUSED_ATTENTION = F.scaled_dot_product_attention
+_SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    return scores.softmax(dim=-1)
 
 
 def written_out_attention(
@@ -36,6 +42,7 @@ def written_out_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softmax: Callable[[Tensor], Tensor] = _softmax,
 ) -> Tensor:
     """scaled_dot_product_attention as two products with a softmax between. Shapes: (..., tokens, head_dim).
 
@@ -51,30 +58,45 @@ def written_out_attention(
     if attn_mask is not None:
         is_filter = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_filter else scores + attn_mask
-    weights = F.dropout(scores.softmax(dim=-1), dropout_p, training=dropout_p > 0)
-    return products[1](weights, value)
+    weights = softmax(scores)
+    return products[1](F.dropout(weights, dropout_p) if dropout_p > 0 else weights, value)
 
 
 class _ProductMode(TorchFunctionMode):
-    """Hands products of activations, in the order they are met, to what `product(index)` returns."""
+    """Hands products of activations, in the order they are met, to the owner's `products`."""
 
-    def __init__(self, product: Callable[[int], Callable[[Tensor, Tensor], Tensor]], owner: nn.Module) -> None:
-        self.product = product
+    def __init__(self, owner: "OpenedModule") -> None:
         self.owner = owner
         self.count = 0
+        self.softmax: tuple[Tensor, Tensor, Tensor] | None = None
+        """The last one, and the exponentials and sums that it is made of."""
 
-    def _next(self) -> Callable[[Tensor, Tensor], Tensor]:
+    def _multiply(self, left: Tensor, right: Tensor) -> Tensor:
         self.count += 1
-        return self.product(self.count - 1)
+        product = self.owner.products[self.count - 1]
+        if self.softmax is not None and left is self.softmax[0]:
+            return product(self.softmax[1], right, self.softmax[2])
+        return product(left, right)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        reads_it = self.owner.products[self.count] if self.count < len(self.owner.products) else None
+        if not isinstance(reads_it, QuantMatMul) or not reads_it.wants_exponentials or scores.requires_grad:
+            return _softmax(scores)
+        powers, sums = exponentials(scores)
+        self.softmax = powers / sums, powers, sums
+        return self.softmax[0]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _MATMULS and len(args) == 2 and not _has_parameter(args):
-            return self._next()(*args)
+            return self._multiply(*args)
         if func is _FUSED_ATTENTION:
-            return written_out_attention((self._next(), self._next()), *args, **kwargs)
+            products = self._multiply, self._multiply
+            return written_out_attention(products, *args, **{**kwargs, "softmax": self._softmax})
+        if func in _SOFTMAXES and _is_over_last(*args, **kwargs):
+            return self._softmax(args[0])
         if func is F.linear:
             # BEiT, EVA and Swin-V2 call F.linear with the weight of a layer and a bias they put together.
             x, weight, bias = _linear_arguments(*args, **kwargs)
@@ -90,6 +112,12 @@ def _linear_arguments(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
+
+
+def _is_over_last(input: Tensor, dim: int | None = None, *options: Any, **others: Any) -> bool:
+    """Whether these are the arguments of a plain softmax over the last dimension."""
+    converts = any(isinstance(option, torch.dtype) for option in (*options, *others.values()))
+    return dim in (-1, input.dim() - 1) and not converts
 
 
 def _has_parameter(args: tuple[Any, ...]) -> bool:
@@ -108,7 +136,7 @@ class OpenedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.watched and not any(product.quantized for product in self.products):
             return super().forward(*args, **kwargs)
-        mode = _ProductMode(lambda index: self.products[index], self)
+        mode = _ProductMode(self)
         with mode:
             result = super().forward(*args, **kwargs)
         if mode.count != len(self.products):

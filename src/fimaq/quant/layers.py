@@ -30,6 +30,7 @@ class QuantizedLayer(nn.Module):
     divided: dict[int, int]
     shares: Tensor | None
     codes: Tensor
+    output_offset: float | None
 
     def _attach_quantizers(self, weight_bits: int, input_bits: int) -> None:
         self.input_quantizer = ActivationQuantizer(input_bits).to(self.weight.device)
@@ -37,6 +38,7 @@ class QuantizedLayer(nn.Module):
         self.quantized = False
         self.hard = False
         self.divided = {}
+        self.output_offset = None
         # Buffers, to follow the layer to its device; the run's file stores them in its own way.
         self.register_buffer("shares", None, persistent=False)
         self.register_buffer("codes", None, persistent=False)
@@ -123,7 +125,16 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         if not self.runs_on_integers(x):
             return F.linear(self.effective_input(x), self.effective_weight(), bias)
         product = F.linear(*self.steps(x)).to(x.dtype) * self.scale_of_sums()
+        if self.output_offset is not None and not given_bias:
+            shifted, back = self.rounding_bias()
+            return product + shifted + back
         return product if bias is None else product + bias
+
+    def rounding_bias(self) -> tuple[Tensor, Tensor]:
+        """Two biases (out,) to add, one after the other, that also round the output to a grid (exact.py)."""
+        assert self.output_offset is not None
+        back = torch.full_like(self.weight[:, 0], -self.output_offset)
+        return (-back if self.bias is None else self.bias - back), back
 
 
 class QuantConv2d(QuantizedLayer, nn.Conv2d):
@@ -142,7 +153,8 @@ class QuantMatMul(nn.Module):
     `rescales_rows`, for the output of a softmax: each row is divided by its largest element before it is
     quantized, and the product multiplied by it afterwards. A sharp row and a flat one then use the same static
     range in full; without it, a range that holds the sharp one rounds the flat one to nothing. Since
-    a / max(a) = exp(score - max(score)), a runtime need not even normalise first.
+    a / max(a) = exp(score - max(score)), nothing need be normalised first: with `takes_exponentials` the product
+    is that of the exponentials, divided by their sums.
     """
 
     def __init__(self, bits: int) -> None:
@@ -150,9 +162,17 @@ class QuantMatMul(nn.Module):
         self.left_quantizer = ActivationQuantizer(bits)
         self.right_quantizer = ActivationQuantizer(bits)
         self.rescales_rows = False
+        self.takes_exponentials = False
         self.quantized = False
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+    @property
+    def wants_exponentials(self) -> bool:
+        return self.takes_exponentials and self.quantized
+
+    def forward(self, left: Tensor, right: Tensor, sums: Tensor | None = None) -> Tensor:
+        """With `sums` (..., n, 1), `left` holds the exponentials of a softmax, on a grid (exact.py)."""
+        if sums is not None:
+            return self.product(left, right) / sums
         if not self.quantized:
             return torch.matmul(left, right)
         if not self.rescales_rows:
@@ -190,7 +210,7 @@ def restore_layer(layer: nn.Module) -> None:
     """Undo `convert_layer` on a layer that was not hardened."""
     layer.__class__ = nn.Linear if isinstance(layer, QuantLinear) else nn.Conv2d
     del layer.input_quantizer, layer.weight_quantizer, layer.quantized, layer.hard
-    del layer.divided, layer.shares, layer.codes
+    del layer.divided, layer.shares, layer.codes, layer.output_offset
 
 
 def can_convert(layer: nn.Module) -> bool:

@@ -33,7 +33,7 @@ def full_precision_twin(
     twin = copy.deepcopy(original).eval()
     twin.requires_grad_(False)
     expected = twin(example)
-    apply_structure(twin, replace(structure, divided={}))
+    apply_structure(twin, replace(structure, divided={}, exact={}))
     stored = dict(quantized.named_modules())
     for name, norm in twin.named_modules():
         if isinstance(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None:
