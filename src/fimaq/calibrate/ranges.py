@@ -4,7 +4,7 @@ Activations are searched with the real weight, weights with the quantized input,
 its own choice: the error of the layer's output.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,24 +16,34 @@ from fimaq.config import Preset
 from fimaq.models.products import are_probabilities, watched
 from fimaq.quant.fake import fake_quantize
 from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul, largest_of_rows
-from fimaq.quant.quantizers import ActivationQuantizer
+from fimaq.quant.quantizers import ActivationQuantizer, Quantizer
+from fimaq.ranks import ALONE, Ranks, Stored
 
 ROWS = {"cpu": 1024, "cuda": 8192}
 """Token vectors an activation search looks at; extremes are taken over all of them."""
 FEWEST_IMAGES = 4
 OF_EACH_SIZE = 8
 MOST_PATCH_VALUES = 2**28
+RANGE = ("scale", "zero_point")
 SizeOf = Callable[[Tensor], Tensor]
 """Outputs (..., n, m) -> by what their errors are divided, (..., n, 1)."""
 
 
 @torch.no_grad()
 def set_ranges(
-    unit: nn.Module, run: Callable[[], Any], preset: Preset, relative: bool = True, keep_on_host: bool = False
+    unit: nn.Module,
+    run: Callable[[], Any],
+    preset: Preset,
+    relative: bool = True,
+    keep_on_host: bool = False,
+    ranks: Ranks = ALONE,
+    images: int = 0,
 ) -> None:
     """Search all ranges below `unit`. `run()` runs it in full precision on the calibration inputs.
 
-    What the layers saw waits for its turn on the device, or with `keep_on_host` in host memory.
+    What the layers saw waits for its turn on the device, or with `keep_on_host` in host memory. With several
+    `ranks`, `run()` runs on this rank's share of the first `images` images; each rank then searches some of the
+    layers, on what all ranks saw of them, and tells the others.
 
     With `relative`, errors count relative to the size of each token's output. The next LayerNorm brings every
     token to the same length; and one token with a massive activation (ViTs have them) would otherwise claim the
@@ -42,7 +52,8 @@ def set_ranges(
     """
     size_of = _softened_norm if relative else _ones
     per_token = preset == "released"
-    for module, recorded in recorded_inputs(unit, run, keep_on_host).items():
+    recorded_by = recorded_inputs(unit, run, keep_on_host)
+    for module, recorded in _dealt(recorded_by, ranks, images, keep_on_host):
         device = next(module.buffers()).device
         inputs = [tensor.to(device) for tensor in recorded]
         if isinstance(module, QuantMatMul):
@@ -52,6 +63,37 @@ def set_ranges(
             x = module.columns(inputs[0])
             _set_input(module, x, per_token, size_of)
             _set_weight(module, x, size_of, per_token)
+    if ranks.size > 1:
+        _tell_each_other(list(recorded_by), ranks)
+
+
+def _dealt(
+    recorded: dict[nn.Module, list[Tensor]], ranks: Ranks, images: int, keep_on_host: bool
+) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    """The layers that this rank searches, in turn with the others, with their inputs from all ranks."""
+    own = []
+    for number, (module, parts) in enumerate(recorded.items()):
+        device = next(module.buffers()).device
+        searcher = number % ranks.size
+        if ranks.size > 1:
+            parts = [ranks.gather(part.to(device), images, searcher) for part in parts]
+            parts = [part.cpu() for part in parts] if keep_on_host else parts
+        if searcher == ranks.rank:
+            own.append((module, parts))
+    yield from own
+
+
+def _tell_each_other(modules: list[nn.Module], ranks: Ranks) -> None:
+    """Every rank gets the ranges that others have found."""
+    for number, module in enumerate(modules):
+        quantizers = {name: m for name, m in module.named_modules() if isinstance(m, Quantizer)}
+
+        def found(quantizers: dict[str, Quantizer] = quantizers) -> Stored:
+            return {f"{n}.{key}": getattr(q, key) for n, q in quantizers.items() for key in RANGE}, None
+
+        tensors, _ = ranks.from_rank(number % ranks.size, found)
+        for name, quantizer in quantizers.items():
+            quantizer.set_range(*(tensors[f"{name}.{key}"].to(quantizer.scale.device) for key in RANGE))
 
 
 def recorded_inputs(

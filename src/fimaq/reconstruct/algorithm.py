@@ -51,7 +51,7 @@ class Reconstruction:
         self.config = config
         self.cache = cache
         self.device = cache.device
-        self.count = len(images)
+        self.ranks = cache.ranks
         self.sweep = affordable_sweep(chain, images[:4].to(self.device), config.memory_budget)
         with torch.no_grad():
             for start, stop in self._sweep():
@@ -134,7 +134,8 @@ class Reconstruction:
                 unit(self.cache.rows("raw inputs", start, stop))
 
         relative, bounded = self.config.method != "qdrop", self.config.memory_budget is not None
-        set_ranges(unit.module, run, self.config.preset, relative, keep_on_host=bounded)
+        seen = min(self.cache.count, self.config.search_size)
+        set_ranges(unit.module, run, self.config.preset, relative, bounded, self.ranks, seen)
         set_quantized(unit.module, True)
 
     def objective(self, index: int) -> nn.Module:
@@ -142,17 +143,17 @@ class Reconstruction:
         method = self.config.method
         deltas, targets = self._first_deltas(index)
         if method == "qdrop":
-            return MeanSquaredError(deltas)
+            return MeanSquaredError(deltas, self.ranks.mean)
         if index == len(self.chain) - 1:
-            return OutputDivergence(self.config.temperature, deltas, targets)
+            return OutputDivergence(self.config.temperature, deltas, targets, self.ranks.mean)
         if method == "brecq":
             return SquaredGradient(self.device)
-        return FisherLoss(self.config, deltas.shape[1], self.device)
+        return FisherLoss(self.config, deltas.shape[1], self.device, self.ranks.mean)
 
     @torch.no_grad()
     def _first_deltas(self, index: int) -> tuple[Tensor, Tensor]:
         """Perturbations and full-precision outputs (n, a) of a few images, as the unit is now."""
-        stop = min(self.count, self.config.batch_size)
+        stop = self.ranks.share(min(self.cache.count, self.config.batch_size))
         targets = flat(self.cache.rows("outputs", 0, stop))
         return flat(self.chain.units[index](self.cache.rows("quantized inputs", 0, stop))) - targets, targets
 
@@ -180,11 +181,12 @@ class Reconstruction:
         limit = None if one_by_one else self.config.fisher_size
         keep = (lambda start, g: self.cache.write("gradients", start, [g])) if one_by_one else None
         gradient, perturbation = collect_averages(
-            self._samples(index, limit), evaluate, self.config.averages, keep
+            self._samples(index, limit), evaluate, self.config.averages, keep, self.ranks
         )
         if isinstance(objective, SquaredGradient):
             weights = self.cache.rows("gradients", 0, len(deltas))[0]
-            objective.normaliser.copy_((deltas * weights).square().sum(1).mean().clamp_min(1e-38))
+            first = self.ranks.mean((deltas * weights).square().sum(1))
+            objective.normaliser.copy_(first.clamp_min(1e-38))
         elif isinstance(objective, FisherLoss):
             objective.collect(gradient, perturbation, deltas)
 
@@ -199,7 +201,8 @@ class Reconstruction:
             )
 
     def _sweep(self, limit: int | None = None) -> Iterator[tuple[int, int]]:
-        count = min(self.count, limit or self.count)
+        """Ranges of this rank's images, a few at a time; of the first `limit` images of all ranks together."""
+        count = self.ranks.share(min(self.cache.count, limit or self.cache.count))
         return ((start, min(start + self.sweep, count)) for start in range(0, count, self.sweep))
 
     @torch.no_grad()
@@ -210,10 +213,10 @@ class Reconstruction:
         if self.config.preset == "deploy":  # what is exported
 
             def run() -> None:
-                for start, stop in self._sweep(LOOKED_AT):
+                for start, stop in self._sweep(max(LOOKED_AT, self.ranks.size)):
                     unit(self.cache.rows("quantized inputs", start, stop))
 
-            avoid_ties(unit.module, run)
+            avoid_ties(unit.module, run, self.ranks)
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
 
 
