@@ -42,12 +42,12 @@ def joined_ranks() -> Iterator[Ranks]:
         yield ranks
         ranks.part()
     except FimaqError as error:
-        watch.leave(f"failed: {error}")
+        watch.leave(str(error))
         if watch.first_to_say(str(error)):
             raise
         sys.exit(2 if isinstance(error, InputError) else 1)
     except BaseException as error:
-        watch.leave(f"failed: {type(error).__name__} {error}")
+        watch.leave(f"{type(error).__name__} {error}")
         raise
 
 

@@ -20,6 +20,7 @@ GRACE = 5.0
 """Seconds for a process to end by itself after another one has."""
 START = 600.0
 """Seconds for all to start."""
+AGAIN = "finished units are kept: run the command again with --resume"
 
 
 class Watch:
@@ -31,56 +32,64 @@ class Watch:
         """Who ended too early, once that is known."""
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"fimaq/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}"
+        self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self._host = socket.gethostname()
+        self._said: set[str] = set()
         self._left = threading.Event()
         self._connecting = threading.Lock()
-        self._store: dist.TCPStore | None = None
-        self._thread = threading.Thread(target=self._watch, name="fimaq-watch", daemon=True)
-        self._thread.start()
+        self._connection: dist.TCPStore | None = None
+        threading.Thread(target=self._watch, name="fimaq-watch", daemon=True).start()
 
     def first_to_say(self, message: str) -> bool:
-        """Whether no other rank on this machine has said this."""
+        """Whether neither this rank nor another on the same machine has said this."""
+        if message in self._said:
+            return False
+        self._said.add(message)
         try:
-            return int(self._connected().add(f"{self._prefix}/said/{socket.gethostname()}/{message}", 1)) == 1
-        except RuntimeError:
+            return int(self._store().add(f"{self._prefix}/said/{self._host}/{message}", 1)) == 1
+        except RuntimeError:  # no one can be asked
             return True
 
     def leave(self, failed: str | None = None) -> None:
         """Stop watching. `failed`: what the other ranks should know, where they cannot go on without this one."""
         self._left.set()
-        try:
-            if failed is not None:
-                self._connected().set(
-                    f"{self._prefix}/failed", self._name(self.rank, socket.gethostname()) + failed
-                )
-        except RuntimeError:
-            return
+        if failed is not None:
+            try:
+                self._store().set(f"{self._prefix}/failed", f"rank {self.rank} on {self._host} failed: {failed}")
+            except RuntimeError:  # then they see that for themselves
+                return
 
     def who_is_gone(self, error: Exception) -> str:
         """Why a message failed: waits until that is known, or this process is ended by who started it."""
         deadline = time.monotonic() + SILENCE + GRACE
+        try:
+            self._store().check([self._prefix])
+        except RuntimeError:
+            self._lose_store()
         while self.gone is None and time.monotonic() < deadline:
             time.sleep(INTERVAL / 4)
         return self.gone or f"rank {self.rank} lost contact with the others: {str(error).strip().splitlines()[0]}"
 
     def _watch(self) -> None:
         try:
-            self._listen(self._connected())
+            self.gone = self._listen(self._store())
         except RuntimeError:
-            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            self.gone = f"the machine of rank 0 no longer answers at {place}"
+            if not self._left.is_set():
+                self._lose_store()
         if self.gone is None or self._left.wait(GRACE):
             return
-        if self.first_to_say(self.gone):
-            print(
-                f"fimaq: {self.gone}; finished units are kept: run again with --resume",
-                file=sys.stderr,
-                flush=True,
-            )
+        self._say(self.gone)
         os._exit(1)  # the main thread may be waiting inside a library, where no exception reaches it
 
-    def _listen(self, store: dist.TCPStore) -> None:
-        """Returns when this rank leaves, or another one is `gone`."""
-        store.set(f"{self._prefix}/host/{self.rank}", socket.gethostname())
+    def _lose_store(self) -> None:
+        """The machine that keeps the store is gone. Said at once: torchrun sees it too, and ends this process."""
+        host, port = self._address
+        self.gone = f"the ranks on {host}, whose port {port} holds the job together, no longer answer; {AGAIN}"
+        self._say(self.gone)
+
+    def _listen(self, store: dist.TCPStore) -> str | None:
+        """Returns when this rank leaves, or says who else did."""
+        store.set(f"{self._prefix}/host/{self.rank}", self._host)
         other = (self.rank + 1) % self.size
         beats, heard, limit = 0, time.monotonic(), START
         while not self._left.wait(INTERVAL):
@@ -89,19 +98,22 @@ class Watch:
             if count > beats:
                 beats, heard, limit = count, time.monotonic(), SILENCE
             if time.monotonic() - heard > limit:
-                known = store.check([f"{self._prefix}/host/{other}"])
-                host = store.get(f"{self._prefix}/host/{other}").decode() if known else ""
-                store.set(f"{self._prefix}/failed", self._name(other, host) + "no longer answers")
+                store.set(f"{self._prefix}/failed", f"{self._named(other, store)} no longer answers; {AGAIN}")
             if store.check([f"{self._prefix}/failed"]):
-                self.gone = store.get(f"{self._prefix}/failed").decode()
-                return
+                return str(store.get(f"{self._prefix}/failed").decode())
+        return None
 
-    def _name(self, rank: int, host: str) -> str:
-        return f"rank {rank} of {self.size}{f' on {host}' if host else ''} "
+    def _named(self, rank: int, store: dist.TCPStore) -> str:
+        host = f"{self._prefix}/host/{rank}"
+        return f"rank {rank}" + (f" on {store.get(host).decode()}" if store.check([host]) else "")
 
-    def _connected(self) -> dist.TCPStore:
+    def _say(self, message: str) -> None:
+        if self.first_to_say(message):
+            print(f"fimaq: {message}", file=sys.stderr, flush=True)
+
+    def _store(self) -> dist.TCPStore:
         with self._connecting:
-            if self._store is None:
-                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                self._store = dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=START))
-            return self._store
+            if self._connection is None:
+                wait = datetime.timedelta(seconds=START)
+                self._connection = dist.TCPStore(*self._address, is_master=False, timeout=wait)
+            return self._connection
