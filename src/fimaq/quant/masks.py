@@ -45,9 +45,12 @@ def random_mask(like: Tensor, probability: float, key: Tensor, positions: Tensor
 
 def _octets_by_word(count: int, key: Tensor, rows: Tensor | None = None) -> Tensor:
     """Fewest operations: one hash for four octets. Integers in [0, 255], (count,), or (n * count,) for n rows."""
-    if rows is not None:
-        return torch.cat([_octets_from(row * count, count, key) for row in rows.tolist()])
-    return _octets_from(0, count, key)
+    if rows is None:
+        return _octets_from(0, count, key)
+    if count % 4 == 0:  # no word serves two rows
+        words = torch.arange(count // 4, dtype=torch.int32, device=key.device) + rows[:, None] * (count // 4)
+        return mixed(words + key).view(torch.uint8).flatten()
+    return torch.cat([_octets_from(row * count, count, key) for row in rows.tolist()])
 
 
 def _octets_from(first: int, count: int, key: Tensor) -> Tensor:
