@@ -154,14 +154,8 @@ def run_quantization(
                 progress.note(f"{out} already holds this run, finished; nothing to do")
                 load_quantized_state(model, directory.read_model()[0])
                 return Run(model, config, directory.read_metrics(), out)
-        cache = ActivationCache(
-            count,
-            device,
-            directory.folder / "checkpoint" if directory is not None and directory.folder is not None else None,
-            config.memory_budget,
-            config.host_budget,
-            ranks,
-        )
+        spill = None if directory is None else directory.spill
+        cache = ActivationCache(count, device, spill, config.memory_budget, config.host_budget, ranks)
         metrics = _quantize_units(chain, structure, images, config, cache, directory, progress)
         if rest is not None:
             rest.quantize()

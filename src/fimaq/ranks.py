@@ -44,10 +44,10 @@ class Ranks:
         """The first and the last image of the whole set, (2, C, H, W); `images`: this rank's."""
         return images[[0, -1]]
 
-    def gather(self, rows: Tensor, images: int, to: int) -> Tensor:
-        """What all ranks have of the first `images` images, on rank `to`, in the order of the images.
+    def gather(self, rows: Tensor, images: range, to: int) -> Tensor:
+        """What all ranks have of some images that follow each other, on rank `to`, in the order of the images.
 
-        `rows`: (this rank's share * k, ...), k for each image. The other ranks get an empty tensor.
+        `rows`: (this rank's share of the images * k, ...), k for each. The other ranks get an empty tensor.
         """
         return rows
 

@@ -120,21 +120,20 @@ class Together(Ranks):
         self.sum_(ends)
         return ends
 
-    def gather(self, rows: Tensor, images: int, to: int) -> Tensor:
+    def gather(self, rows: Tensor, images: range, to: int) -> Tensor:
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(rows)
         self.sum_(lengths)
         sent = [len(rows) if rank == to else 0 for rank in range(self.size)]
         coming = lengths.tolist() if self.rank == to else [0] * self.size
         received = self.exchange(rows.contiguous(), sent, coming)()
-        of_one = sum(coming) // images
-        if self.rank != to or coming != [
-            len(range(rank, images, self.size)) * of_one for rank in range(self.size)
-        ]:
+        of_one = sum(coming) // len(images)
+        places = [slice((rank - images.start) % self.size, None, self.size) for rank in range(self.size)]
+        if self.rank != to or coming != [len(images[place]) * of_one for place in places]:
             return received  # rows that are not of images, such as a table of positions
-        whole = rows.new_empty(images, of_one, *rows.shape[1:])
-        for rank, part in enumerate(received.split(coming)):
-            whole[rank :: self.size] = part.unflatten(0, (-1, of_one))
+        whole = rows.new_empty(len(images), of_one, *rows.shape[1:])
+        for place, part in zip(places, received.split(coming), strict=True):
+            whole[place] = part.view(whole[place].shape)
         return whole.flatten(0, 1)
 
     def exchange(self, rows: Tensor, sent: list[int], coming: list[int]) -> Callable[[], Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from fimaq.artifact.run_directory import RunDirectory
+from fimaq.artifact.run_directory import CHECKPOINT, RunDirectory
 from fimaq.ranks import Ranks, Stored
 
 
@@ -40,9 +40,9 @@ class SharedDirectory:
             self._held.close()
 
     @property
-    def folder(self) -> Path | None:
-        """The folder of who writes there."""
-        return self.path if self._held is not None else None
+    def spill(self) -> Path | None:
+        """Where this rank may put what does not fit into memory; None for a folder of the system's."""
+        return self.path / CHECKPOINT if self._held is not None else None
 
     def event(self, kind: str, /, **fields: Any) -> None:
         if self._held is not None:

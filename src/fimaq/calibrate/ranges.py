@@ -37,13 +37,13 @@ def set_ranges(
     relative: bool = True,
     keep_on_host: bool = False,
     ranks: Ranks = ALONE,
-    images: int = 0,
+    sweeps: Sequence[range] = (),
 ) -> None:
     """Search all ranges below `unit`. `run()` runs it in full precision on the calibration inputs.
 
     What the layers saw waits for its turn on the device, or with `keep_on_host` in host memory. With several
-    `ranks`, `run()` runs on this rank's share of the first `images` images; each rank then searches some of the
-    layers, on what all ranks saw of them, and tells the others.
+    `ranks`, `run()` runs on this rank's images of each of the `sweeps`, if it has any; each rank then searches
+    some of the layers, on what all ranks saw of them in the order in which one would, and tells the others.
 
     With `relative`, errors count relative to the size of each token's output. The next LayerNorm brings every
     token to the same length; and one token with a massive activation (ViTs have them) would otherwise claim the
@@ -52,8 +52,8 @@ def set_ranges(
     """
     size_of = _softened_norm if relative else _ones
     per_token = preset == "released"
-    recorded_by = recorded_inputs(unit, run, keep_on_host)
-    for module, recorded in _dealt(recorded_by, ranks, images, keep_on_host):
+    seen = recorded_calls(unit, run, keep_on_host)
+    for module, recorded in _dealt(seen, ranks, sweeps, keep_on_host):
         device = next(module.buffers()).device
         inputs = [tensor.to(device) for tensor in recorded]
         if isinstance(module, QuantMatMul):
@@ -64,23 +64,38 @@ def set_ranges(
             _set_input(module, x, per_token, size_of)
             _set_weight(module, x, size_of, per_token)
     if ranks.size > 1:
-        _tell_each_other(list(recorded_by), ranks)
+        _tell_each_other(list(seen), ranks)
 
 
 def _dealt(
-    recorded: dict[nn.Module, list[Tensor]], ranks: Ranks, images: int, keep_on_host: bool
+    seen: dict[nn.Module, list[list[Tensor]]], ranks: Ranks, sweeps: Sequence[range], keep_on_host: bool
 ) -> Iterator[tuple[nn.Module, list[Tensor]]]:
     """The layers that this rank searches, in turn with the others, with their inputs from all ranks."""
     own = []
-    for number, (module, parts) in enumerate(recorded.items()):
-        device = next(module.buffers()).device
+    for number, (module, calls) in enumerate(seen.items()):
         searcher = number % ranks.size
         if ranks.size > 1:
-            parts = [ranks.gather(part.to(device), images, searcher) for part in parts]
-            parts = [part.cpu() for part in parts] if keep_on_host else parts
+            device = next(module.buffers()).device
+            calls = _calls_of_all(calls, ranks, sweeps, searcher, device)
+            calls = [[part.cpu() for part in parts] for parts in calls] if keep_on_host else calls
         if searcher == ranks.rank:
-            own.append((module, parts))
-    yield from own
+            own.append((module, calls))
+    for module, calls in own:
+        yield module, _joined_calls(calls)
+
+
+def _calls_of_all(
+    calls: list[list[Tensor]], ranks: Ranks, sweeps: Sequence[range], searcher: int, device: torch.device
+) -> list[list[Tensor]]:
+    """The calls that one process would have made on all images. A rank may have had none of a short sweep."""
+    took_part = [ranks.share(sweep.stop) > ranks.share(sweep.start) for sweep in sweeps]
+    calls_of_one, turns = len(calls) // sum(took_part), iter(calls)
+    nothing = [part[:0] for part in calls[0]]
+    return [
+        [ranks.gather(part.to(device), sweep, searcher) for part in (next(turns) if took else nothing)]
+        for sweep, took in zip(sweeps, took_part, strict=True)
+        for _ in range(calls_of_one)
+    ]
 
 
 def _tell_each_other(modules: list[nn.Module], ranks: Ranks) -> None:
@@ -96,10 +111,15 @@ def _tell_each_other(modules: list[nn.Module], ranks: Ranks) -> None:
             quantizer.set_range(*(tensors[f"{name}.{key}"].to(quantizer.scale.device) for key in RANGE))
 
 
-def recorded_inputs(
+def recorded_inputs(unit: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[Tensor]]:
+    """Module -> its input tensors, those of all calls during `run()` one after the other."""
+    return {module: _joined_calls(calls) for module, calls in recorded_calls(unit, run).items()}
+
+
+def recorded_calls(
     unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False
-) -> dict[nn.Module, list[Tensor]]:
-    """Module -> its input tensors, over all calls of `run()`."""
+) -> dict[nn.Module, list[list[Tensor]]]:
+    """Module -> its input tensors in each call during `run()`."""
     seen: dict[nn.Module, list[list[Tensor]]] = {}
 
     def record(module: nn.Module, args: Sequence[Any]) -> None:
@@ -116,7 +136,11 @@ def recorded_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return {module: [_joined(parts) for parts in zip(*calls, strict=True)] for module, calls in seen.items()}
+    return seen
+
+
+def _joined_calls(calls: list[list[Tensor]]) -> list[Tensor]:
+    return [_joined(parts) for parts in zip(*calls, strict=True)]
 
 
 def _joined(calls: Sequence[Tensor]) -> Tensor:

@@ -52,7 +52,8 @@ class Reconstruction:
         self.cache = cache
         self.device = cache.device
         self.ranks = cache.ranks
-        self.sweep = affordable_sweep(chain, images[:4].to(self.device), config.memory_budget)
+        affordable = affordable_sweep(chain, images[:4].to(self.device), config.memory_budget)
+        self.sweep = min(self.ranks.collect(affordable))
         with torch.no_grad():
             for start, stop in self._sweep():
                 batch = images[start:stop].to(self.device)
@@ -129,13 +130,17 @@ class Reconstruction:
     def search_ranges(self, unit: Unit) -> None:
         """Set all ranges of the unit, which is quantized from then on."""
 
+        images = min(self.cache.count, self.config.search_size)
+        sweeps = [range(first, min(first + self.sweep, images)) for first in range(0, images, self.sweep)]
+
         def run() -> None:
-            for start, stop in self._sweep(self.config.search_size):
-                unit(self.cache.rows("raw inputs", start, stop))
+            for sweep in sweeps:
+                start, stop = self.ranks.share(sweep.start), self.ranks.share(sweep.stop)
+                if start < stop:
+                    unit(self.cache.rows("raw inputs", start, stop))
 
         relative, bounded = self.config.method != "qdrop", self.config.memory_budget is not None
-        seen = min(self.cache.count, self.config.search_size)
-        set_ranges(unit.module, run, self.config.preset, relative, bounded, self.ranks, seen)
+        set_ranges(unit.module, run, self.config.preset, relative, bounded, self.ranks, sweeps)
         set_quantized(unit.module, True)
 
     def objective(self, index: int) -> nn.Module:
