@@ -51,10 +51,10 @@ def test_two_processes_end_with_the_integers_of_one(tmp_path: Path) -> None:
 
 
 def test_three_processes_with_different_shares_do_too(tmp_path: Path) -> None:
-    """50 images, batches of 16, and 20 images for the search."""
+    """50 images, batches of 16, 20 images for the search; then 67 of them, in a sweep of 64 and one of 3."""
     settings: dict[str, dict[str, Any]] = {
         "qdrop": {"iters": 6, "method": "qdrop", "depth": 2},
-        "rtn": {"method": "rtn", "preset": "released", "depth": 2},
+        "rtn": {"method": "rtn", "preset": "released", "depth": 2, "calib_size": 67, "search_size": 67},
     }
     quantized_by(3, settings, tmp_path)
     assert_same("qdrop", settings["qdrop"], tmp_path)
