@@ -1,7 +1,8 @@
 """Several processes that quantize one model end with the integers that one process ends with.
 
-They add up the same numbers in another order, so that the last bits of a gradient differ. In most runs here not
-one integer does; where a value lies between two codes to its last bits, a few in a thousand do.
+They add up the same numbers in another order, so that the last bits of a gradient differ. In most runs as short as
+these not one integer does; where a value lies between two codes to its last bits, a few in a thousand do. Hundreds
+of iterations magnify it, as docs/several-processes.md says.
 """
 
 import json
