@@ -36,12 +36,10 @@ def started(size: int, *arguments: str | Path) -> Iterator[subprocess.Popen[str]
         text=True,
         start_new_session=True,
     )
-    ranks = {}
     try:
         yield job
-        ranks = processes(job)
     finally:
-        for process in [*ranks.values(), job.pid]:
+        for process in [*processes(job).values(), job.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         job.communicate()

@@ -75,6 +75,7 @@ class Together(Ranks):
                 dist.init_process_group(
                     backend, timeout=LONGEST_WAIT, device_id=device if device.type == "cuda" else None
                 )
+            self.watch.all_started = True
         return device
 
     def part(self) -> None:

@@ -30,6 +30,7 @@ class Watch:
         self.rank, self.size = rank, size
         self.gone: str | None = None
         """Who ended too early, once that is known."""
+        self.all_started = False
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"fimaq/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}"
         self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -91,13 +92,13 @@ class Watch:
         """Returns when this rank leaves, or says who else did."""
         store.set(f"{self._prefix}/host/{self.rank}", self._host)
         other = (self.rank + 1) % self.size
-        beats, heard, limit = 0, time.monotonic(), START
+        beats, heard = 0, time.monotonic()
         while not self._left.wait(INTERVAL):
             store.add(f"{self._prefix}/beats/{self.rank}", 1)
             count = store.add(f"{self._prefix}/beats/{other}", 0)  # a read that does not wait for the key
             if count > beats:
-                beats, heard, limit = count, time.monotonic(), SILENCE
-            if time.monotonic() - heard > limit:
+                beats, heard = count, time.monotonic()
+            if time.monotonic() - heard > (SILENCE if beats or self.all_started else START):
                 store.set(f"{self._prefix}/failed", f"{self._named(other, store)} no longer answers; {AGAIN}")
             if store.check([f"{self._prefix}/failed"]):
                 return str(store.get(f"{self._prefix}/failed").decode())
