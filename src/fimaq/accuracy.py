@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fimaq.data.folder import ValidationSet, validation_batches
 from fimaq.fisher.divergence import kl_divergence
 from fimaq.progress import Silent
+from fimaq.ranks import ALONE, Ranks
 
 Observe = Callable[[Tensor, Tensor, dict[str, Tensor]], None]
 """Called with images (n, C, H, W), targets (n,) and each model's logits (n, classes), on the CPU."""
@@ -107,8 +108,8 @@ def _logits(model: nn.Module, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fidelity(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """KL divergence and agreement of a model with given full-precision logits, over calibration images.
+def fidelity(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], ranks: Ranks = ALONE) -> dict[str, float]:
+    """KL divergence and agreement of a model with given full-precision logits, over the images of all ranks.
 
     Logits are (n, classes), or (n, decisions, classes): then agreement is the share of equal decisions.
     """
@@ -118,4 +119,7 @@ def fidelity(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict
         count += len(logits)
         agreement += float((logits.argmax(-1) == teacher.argmax(-1)).view(len(logits), -1).double().mean(1).sum())
         divergence += float(kl_divergence(teacher, logits).sum())
+    sums = torch.tensor([count, agreement, divergence], dtype=torch.float64)
+    ranks.sum_(sums)
+    count, agreement, divergence = sums.tolist()
     return {"kl_divergence": divergence / count, "agreement": round(100 * agreement / count, 3)}

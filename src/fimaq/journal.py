@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fimaq.artifact.run_directory import RunDirectory
 from fimaq.artifact.scalars import Scalars
+from fimaq.artifact.shared_directory import SharedDirectory
 from fimaq.pace import Pace
 from fimaq.progress import Facts, Silent
 from fimaq.reconstruct.plan import REFRESH, SEARCH, STEPS, UnitPlan, first_steps
@@ -26,7 +26,7 @@ class Journal:
 
     def __init__(self, display: Silent, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
         self.display, self.device, self.now = display, device, now
-        self.directory: RunDirectory | None = None
+        self.directory: SharedDirectory | None = None
         self.scalars: Scalars | None = None
         self.began = self.marked = now()
         self.plan: Sequence[UnitPlan] = []
@@ -47,7 +47,7 @@ class Journal:
         if self.scalars is not None:
             self.scalars.close()
 
-    def keep_in(self, directory: RunDirectory, tensorboard: bool) -> None:
+    def keep_in(self, directory: SharedDirectory, tensorboard: bool) -> None:
         """Write into a run directory from now on."""
         self.directory = directory
         self.scalars = Scalars(directory.path) if tensorboard else None

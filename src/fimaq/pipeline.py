@@ -19,6 +19,7 @@ from fimaq.accuracy import fidelity
 from fimaq.artifact.model_file import load_quantized_state, quantized_state
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.artifact.scalars import require_tensorboard
+from fimaq.artifact.shared_directory import SharedDirectory
 from fimaq.calibrate.exactness import find_exact
 from fimaq.calibrate.fold import fold_layer_norms
 from fimaq.calibrate.massive import divide_massive_channels
@@ -33,6 +34,7 @@ from fimaq.models.build import build_architecture, check_finite
 from fimaq.models.prepare import Structure, apply_findings, apply_structure, make_exact, prepare_model
 from fimaq.models.units import UnitChain
 from fimaq.progress import Silent
+from fimaq.ranks import ALONE, Ranks, Stored
 from fimaq.reconstruct.algorithm import Reconstruction, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.memory import bounded, sweep_of
@@ -88,13 +90,15 @@ def quantize(
     resume: bool = False,
     inplace: bool = False,
     progress: Silent | None = None,
+    ranks: Ranks = ALONE,
     **settings: Any,
 ) -> Run:
     """Quantize `model` with the help of unlabelled `images` (tensor (n, C, H, W), Dataset or DataLoader).
 
     `settings` are the fields of `Config`: bits="w4a4", method="fima-q", iters=20000, and so on. With `out`, the
     result and everything needed to repeat it are stored there, finished units survive a crash, and
-    `resume=True` continues from them. The model given is left untouched unless `inplace`.
+    `resume=True` continues from them. The model given is left untouched unless `inplace`. `ranks`: those of
+    `fimaq.together.joined_ranks`, each of which is given the same model, images and settings.
     """
     wanted = settings.get("calib_size", Config.model_fields["calib_size"].default)
     gathered = gather_images(images, wanted)
@@ -108,13 +112,14 @@ def quantize(
         config = config.model_copy(update={"model": name})
     return run_quantization(
         model if inplace else copy.deepcopy(model),
-        gathered,
+        gathered[ranks.rank :: ranks.size],
         config,
         preprocessing=resolve_preprocessing(model) if gathered.shape[1] == 3 else None,
         fingerprint="" if out is None else tensor_fingerprint([("images", gathered)]),
         out=None if out is None else Path(out),
         resume=resume,
         progress=progress or Silent(),
+        ranks=ranks,
     )
 
 
@@ -129,41 +134,46 @@ def run_quantization(
     progress: Silent,
     only_searched: Sequence[str] = (),
     rest: Rest | None = None,
+    ranks: Ranks = ALONE,
 ) -> Run:
-    """Quantize `model` in place and store the run. `images`: the calibration set (n, C, H, W).
+    """Quantize `model` in place and store the run. `images`: the calibration set (n, C, H, W), this rank's part.
 
     Units in `only_searched` are not reconstructed. `rest`: parts that the forward pass does not reach.
     """
-    device = choose_device(config.device)
+    device = ranks.place(choose_device(config.device))
     if config.tensorboard:
         require_tensorboard()
         if out is None:
             raise InputError("tensorboard: its files go into the run directory; give one with out=")
+    count = sum(ranks.collect(len(images)))
+    check_ranks(ranks, config, count)
     check_finite(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(numerics(config))
         stack.enter_context(bounded(device, config.memory_budget))
         stack.enter_context(torch.random.fork_rng())
         journal = stack.enter_context(Journal(progress, device))
-        description = _describe(model, config, preprocessing, fingerprint, len(images)) if out else {}
+        description = _describe(model, config, preprocessing, fingerprint, count) if out else {}
         # Before anything is written: a model that cannot be quantized must leave no folder behind.
         model = model.to(device).eval()
-        example = images[[0, -1]].to(device)
+        example = ranks.ends(images).to(device)
         structure, chain = prepare_chain(model, example, config, only_searched)
         if rest is not None:
             rest.prepare(structure)
         directory = None
         if out is not None:
             same = ("format", "settings", "model", "data", "preprocessing")
-            directory = stack.enter_context(RunDirectory.create(out, description, resume, same))
+            directory = stack.enter_context(SharedDirectory(out, description, resume, same, ranks))
             if directory.complete:
                 journal.note(f"{out} already holds this run, finished; nothing to do")
                 tensors, metadata = directory.read_model()
                 apply_findings(model, Structure.from_dict(json.loads(metadata["structure"])))
                 load_quantized_state(model, tensors)
                 return Run(model, config, directory.read_metrics(), out)
-            journal.keep_in(directory, config.tensorboard)
-        metrics = _quantize_units(chain, structure, images, config, device, directory, journal)
+            journal.keep_in(directory, config.tensorboard and ranks.rank == 0)
+        spill = None if directory is None else directory.spill
+        cache = ActivationCache(count, device, spill, config.memory_budget, config.host_budget, ranks)
+        metrics = _quantize_units(chain, structure, images, config, cache, directory, journal)
         if rest is not None:
             journal.stage(SEARCH)
             rest.quantize()
@@ -180,16 +190,14 @@ def _quantize_units(
     structure: Structure,
     images: Tensor,
     config: Config,
-    device: torch.device,
-    directory: RunDirectory | None,
+    cache: ActivationCache,
+    directory: SharedDirectory | None,
     journal: Journal,
 ) -> dict[str, Any]:
     """Reconstruct, or reload from the checkpoint, the units of a prepared model one by one."""
     began = time.monotonic()
-    model = chain.model
-    folded = even_out_channels(model, structure, images, config, device)
-    folder = directory.path / "checkpoint" if directory else None
-    cache = ActivationCache(len(images), device, folder, config.memory_budget, config.host_budget)
+    model, device, ranks = chain.model, cache.device, cache.ranks
+    folded = even_out_channels(model, structure, images, config, device, ranks)
     journal.note(
         f"{len(chain)} units, {len(structure.layers)} layers, "
         f"{sum(n for n, _ in structure.products.values())} attention products, {len(folded)} LayerNorms folded"
@@ -204,15 +212,17 @@ def _quantize_units(
         reconstruction = Reconstruction(chain, images, config, cache, journal.stage)
         places = dict(cache.places)
         journal.note(
-            f"activations of {len(images)} images are cached in {', '.join(sorted(set(places.values())))}"
+            f"activations of {cache.count} images are cached in {', '.join(sorted(set(places.values())))}"
         )
         units = [_finish_unit(reconstruction, index, directory, journal) for index in range(len(chain))]
         journal.finish_units()
         if config.bit_exact:
-            structure.exact.update(find_exact(model, lambda: model(images[:LOOKED_AT].to(device))))
+            found = find_exact(model, lambda: model(images[:LOOKED_AT].to(device)))
+            structure.exact.update(ranks.from_rank(0, lambda: ({}, found))[1])
+            _take_from_first(model, ranks)
             make_exact(model, structure.exact)
         metrics: dict[str, Any] = {
-            "fidelity": fidelity(model, reconstruction.images_and_teacher(images)),
+            "fidelity": fidelity(model, reconstruction.images_and_teacher(images), ranks),
             "units": units,
             "cache": places,
         }
@@ -222,8 +232,9 @@ def _quantize_units(
         "folded_layer_norms": folded,
         "stayed_float": structure.stayed_float,
         "seconds": round(time.monotonic() - began, 2),
-        "peak_memory_bytes": _peak_memory(device),
+        "peak_memory_bytes": max(ranks.collect(_peak_memory(device))),
         "device": str(device),
+        "ranks": ranks.size,
     }
     return metrics
 
@@ -244,22 +255,28 @@ def prepare_chain(
 
 
 def even_out_channels(
-    model: nn.Module, structure: Structure, images: Tensor, config: Config, device: torch.device
+    model: nn.Module,
+    structure: Structure,
+    images: Tensor,
+    config: Config,
+    device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> dict[str, str]:
     """Fold LayerNorms and divide massive channels, as `structure` then says. Returns what became of each norm."""
 
     def for_ranges() -> Iterator[Tensor]:
-        return (batch.to(device) for batch in images[: config.search_size].split(sweep_of(images)))
+        few = images[: ranks.share(config.search_size)]
+        return (batch.to(device) for batch in few.split(sweep_of(images)))
 
-    folded = fold_layer_norms(model, images[[0, -1]].to(device), for_ranges)
-    structure.divided.update(divide_massive_channels(model, for_ranges))
+    folded = fold_layer_norms(model, ranks.ends(images).to(device), for_ranges, ranks)
+    structure.divided.update(divide_massive_channels(model, for_ranges, ranks))
     return folded
 
 
 def _finish_unit(
     reconstruction: Reconstruction,
     index: int,
-    directory: RunDirectory | None,
+    directory: SharedDirectory | None,
     journal: Journal,
 ) -> dict[str, Any]:
     """Reconstruct one unit, or reload it if an earlier run got that far; then move on to the next."""
@@ -278,6 +295,7 @@ def _finish_unit(
         journal.start_unit(index, unit.name)
         result = reconstruction.reconstruct(index, journal.report)
         record = _unit_record(unit.name, result, time.monotonic() - began)
+        _take_from_first(unit.module, reconstruction.ranks)
         if not result.finite:
             journal.note(f"{unit.name}: the loss was not finite; its range-search result is kept")
         if directory is not None:
@@ -285,6 +303,25 @@ def _finish_unit(
         journal.finish_unit(record)
     reconstruction.advance(index)
     return record
+
+
+def _take_from_first(module: nn.Module, ranks: Ranks) -> None:
+    """All ranks go on with the same bits, even where machines of different kinds would drift apart."""
+    if ranks.size > 1:
+
+        def state() -> Stored:
+            return quantized_state(module), None
+
+        load_quantized_state(module, ranks.from_rank(0, state)[0])
+
+
+def check_ranks(ranks: Ranks, config: Config, images: int) -> None:
+    """Refuse more ranks than there is work for in some part of a run."""
+    wanted = {"images": images, "batch_size": config.batch_size, "search_size": config.search_size}
+    wanted |= {"fisher_size": config.fisher_size} if config.fisher_size else {}
+    for name, value in wanted.items():
+        if value < ranks.size:
+            raise InputError(f"{ranks.size} ranks cannot share {name} {value}: start at most {value} processes")
 
 
 def _unit_record(name: str, result: UnitResult, seconds: float) -> dict[str, Any]:

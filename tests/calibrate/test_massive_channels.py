@@ -101,7 +101,7 @@ def test_dividing_lowers_the_error_of_a_quantized_model() -> None:
     for preset_massive in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not preset_massive:
-                patch.setattr("fimaq.pipeline.divide_massive_channels", lambda model, images: {})
+                patch.setattr("fimaq.pipeline.divide_massive_channels", lambda model, images, ranks: {})
             given = {"bits": "w8a8", "method": "rtn", "batch_size": 8, "device": "cpu"}
             run = fimaq.quantize(copy.deepcopy(full), images, **given)
         with torch.no_grad():

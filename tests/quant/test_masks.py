@@ -126,3 +126,14 @@ def test_mixing_is_the_known_finaliser():
     words = [0, 1, 2**31 - 1, -1, -(2**31), 987_654_321, -42]
     found = [word % 2**32 for word in mixed(torch.tensor(words, dtype=torch.int32)).tolist()]
     assert found == [finaliser(word % 2**32) for word in words]
+
+
+@pytest.mark.parametrize("shape", [(8, 6, 4), (8, 3, 7), (8, 5), (16, 3, 3)])
+@pytest.mark.parametrize("octets", [_octets_by_element, _octets_by_word])
+def test_rows_of_a_batch_get_the_masks_they_have_in_the_whole_batch(shape, octets, monkeypatch):
+    """Two rows for an image in the last shape, as windows are."""
+    monkeypatch.setattr("fimaq.quant.masks._octets_by_word", octets)
+    whole = random_mask(torch.zeros(shape), 0.5, KEY).unflatten(0, (8, -1))
+    positions = torch.tensor([6, 0, 3], dtype=torch.int32)
+    few = random_mask(torch.zeros(3 * shape[0] // 8, *shape[1:]), 0.5, KEY, positions).unflatten(0, (3, -1))
+    assert torch.equal(few, whole[[6, 0, 3]])

@@ -181,10 +181,10 @@ def test_every_quantizer_drops_by_a_mask_of_its_own_and_another_in_each_step() -
     keys: list[int] = []
     dropping = step._dropping
 
-    def recorded(probability: float, seed: Tensor) -> Any:
-        with dropping(probability, seed):
+    def recorded(*given: Any) -> Any:
+        with dropping(*given):
             keys.extend(int(q.dropping[1]) for q in step.quantizers.values() if q.dropping)
-        return dropping(probability, seed)
+        return dropping(*given)
 
     step._dropping = recorded  # type: ignore[method-assign]
     run(step, 3)

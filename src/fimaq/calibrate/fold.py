@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fimaq.models.products import watched
 from fimaq.quant.layers import QuantLinear
+from fimaq.ranks import ALONE, Ranks
 
 TOLERANCE = 1e-3
 SMALLEST_SPREAD = 1e-3
@@ -22,10 +23,12 @@ SMALLEST_SPREAD = 1e-3
 
 
 @torch.no_grad()
-def fold_layer_norms(model: nn.Module, example: Tensor, images: Callable[[], Iterator[Tensor]]) -> dict[str, str]:
+def fold_layer_norms(
+    model: nn.Module, example: Tensor, images: Callable[[], Iterator[Tensor]], ranks: Ranks = ALONE
+) -> dict[str, str]:
     """Fold every LayerNorm that can be. Returns name -> "folded" | "scaled" (no shift) for those that were.
 
-    `example`: two or more images to check with; `images()`: batches the ranges are taken from.
+    `example`: two or more images to check with; `images()`: batches the ranges are taken from, of this rank.
     """
     norms = {
         name: m
@@ -33,7 +36,7 @@ def fold_layer_norms(model: nn.Module, example: Tensor, images: Callable[[], Ite
         if isinstance(m, nn.LayerNorm) and not isinstance(m, LayerNorm2d)
         if m.weight is not None and m.bias is not None
     }
-    extremes = _channel_extremes(model, norms, images)
+    extremes = _channel_extremes(model, norms, images, ranks)
     reference = model(example)
     folded: dict[str, str] = {}
     for name, norm in norms.items():
@@ -88,18 +91,17 @@ def _close(output: Tensor, reference: Tensor) -> bool:
 
 
 def _channel_extremes(
-    model: nn.Module, norms: dict[str, nn.LayerNorm], images: Callable[[], Iterator[Tensor]]
+    model: nn.Module, norms: dict[str, nn.LayerNorm], images: Callable[[], Iterator[Tensor]], ranks: Ranks
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """LayerNorm name -> smallest and largest output of each channel, (channels,) each."""
-    extremes: dict[str, tuple[Tensor, Tensor]] = {}
+    below: dict[str, Tensor] = {}
+    above: dict[str, Tensor] = {}
 
     def observer(name: str) -> Any:
         def observe(module: nn.Module, args: Any, output: Tensor) -> None:
             rows = output.flatten(0, -2)
-            low, high = rows.amin(0), rows.amax(0)
-            if name in extremes:
-                low, high = torch.minimum(low, extremes[name][0]), torch.maximum(high, extremes[name][1])
-            extremes[name] = (low, high)
+            for found, largest in ((below, -rows.amin(0)), (above, rows.amax(0))):
+                found[name] = torch.maximum(largest, found[name]) if name in found else largest
 
         return observe
 
@@ -110,7 +112,8 @@ def _channel_extremes(
     finally:
         for hook in hooks:
             hook.remove()
-    return extremes
+    ranks.largest_(*below.values(), *above.values())
+    return {name: (-below[name], above[name]) for name in above}
 
 
 def find_readers(model: nn.Module, norm: nn.LayerNorm, example: Tensor) -> list[QuantLinear]:

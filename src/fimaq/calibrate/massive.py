@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fimaq.models.products import watched
 from fimaq.quant.layers import QuantLinear
+from fimaq.ranks import ALONE, Ranks
 
 MASSIVE = 4.0
 """A channel is massive when its largest value is this many times that of the larger ordinary ones."""
@@ -26,13 +27,17 @@ MOST_ADDED = 0.25
 
 
 @torch.no_grad()
-def divide_massive_channels(model: nn.Module, images: Callable[[], Iterator[Tensor]]) -> dict[str, dict[int, int]]:
+def divide_massive_channels(
+    model: nn.Module, images: Callable[[], Iterator[Tensor]], ranks: Ranks = ALONE
+) -> dict[str, dict[int, int]]:
     """Divide the massive input channels of every Linear. Returns name -> channel -> number of its columns.
 
-    `images()`: batches that the sizes of channels are taken from.
+    `images()`: batches that the sizes of channels are taken from, of this rank.
     """
     divided = {}
-    for name, size in _channel_sizes(model, images).items():
+    sizes = _channel_sizes(model, images)
+    ranks.largest_(*sizes.values())
+    for name, size in sizes.items():
         columns = _columns_for(size)
         if columns:
             layer = model.get_submodule(name)

@@ -16,24 +16,34 @@ from fimaq.config import Preset
 from fimaq.models.products import are_probabilities, watched
 from fimaq.quant.fake import fake_quantize
 from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul, largest_of_rows
-from fimaq.quant.quantizers import ActivationQuantizer
+from fimaq.quant.quantizers import ActivationQuantizer, Quantizer
+from fimaq.ranks import ALONE, Ranks, Stored
 
 ROWS = {"cpu": 1024, "cuda": 8192}
 """Token vectors an activation search looks at; extremes are taken over all of them."""
 FEWEST_IMAGES = 4
 OF_EACH_SIZE = 8
 MOST_PATCH_VALUES = 2**28
+RANGE = ("scale", "zero_point")
 SizeOf = Callable[[Tensor], Tensor]
 """Outputs (..., n, m) -> by what their errors are divided, (..., n, 1)."""
 
 
 @torch.no_grad()
 def set_ranges(
-    unit: nn.Module, run: Callable[[], Any], preset: Preset, relative: bool = True, keep_on_host: bool = False
+    unit: nn.Module,
+    run: Callable[[], Any],
+    preset: Preset,
+    relative: bool = True,
+    keep_on_host: bool = False,
+    ranks: Ranks = ALONE,
+    sweeps: Sequence[range] = (),
 ) -> None:
     """Search all ranges below `unit`. `run()` runs it in full precision on the calibration inputs.
 
-    What the layers saw waits for its turn on the device, or with `keep_on_host` in host memory.
+    What the layers saw waits for its turn on the device, or with `keep_on_host` in host memory. With several
+    `ranks`, `run()` runs on this rank's images of each of the `sweeps`, if it has any; each rank then searches
+    some of the layers, on what all ranks saw of them in the order in which one would, and tells the others.
 
     With `relative`, errors count relative to the size of each token's output. The next LayerNorm brings every
     token to the same length; and one token with a massive activation (ViTs have them) would otherwise claim the
@@ -42,7 +52,9 @@ def set_ranges(
     """
     size_of = _softened_norm if relative else _ones
     per_token = preset == "released"
-    for module, recorded in recorded_inputs(unit, run, keep_on_host):
+    seen = recorded_calls(unit, run, keep_on_host)
+    modules = list(seen)
+    for module, recorded in _dealt(seen, ranks, sweeps, keep_on_host):
         device = next(module.buffers()).device
         inputs = [tensor.to(device) for tensor in recorded]
         if isinstance(module, QuantMatMul):
@@ -52,12 +64,67 @@ def set_ranges(
             x = module.columns(inputs[0])
             _set_input(module, x, per_token, size_of)
             _set_weight(module, x, size_of, per_token)
+    if ranks.size > 1:
+        _tell_each_other(modules, ranks)
+
+
+def _dealt(
+    seen: dict[nn.Module, list[list[Tensor]]], ranks: Ranks, sweeps: Sequence[range], keep_on_host: bool
+) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    """The layers that this rank searches, in turn with the others, with their inputs from all ranks."""
+    own = []
+    for number, module in enumerate(list(seen)):
+        calls, searcher = seen.pop(module), number % ranks.size
+        if ranks.size > 1:
+            device = next(module.buffers()).device
+            calls = _calls_of_all(calls, ranks, sweeps, searcher, device)
+            calls = [[part.cpu() for part in parts] for parts in calls] if keep_on_host else calls
+        if searcher == ranks.rank:
+            own.append((module, calls))
+    while own:
+        module, calls = own.pop(0)
+        yield module, _joined_calls(calls)
+
+
+def _calls_of_all(
+    calls: list[list[Tensor]], ranks: Ranks, sweeps: Sequence[range], searcher: int, device: torch.device
+) -> list[list[Tensor]]:
+    """The calls that one process would have made on all images. A rank may have had none of a short sweep."""
+    took_part = [ranks.share(sweep.stop) > ranks.share(sweep.start) for sweep in sweeps]
+    calls_of_one, turns = len(calls) // sum(took_part), iter(calls)
+    nothing = [part[:0] for part in calls[0]]
+    return [
+        [ranks.gather(part.to(device), sweep, searcher) for part in (next(turns) if took else nothing)]
+        for sweep, took in zip(sweeps, took_part, strict=True)
+        for _ in range(calls_of_one)
+    ]
+
+
+def _tell_each_other(modules: list[nn.Module], ranks: Ranks) -> None:
+    """Every rank gets the ranges that others have found."""
+    for number, module in enumerate(modules):
+        quantizers = {name: m for name, m in module.named_modules() if isinstance(m, Quantizer)}
+
+        def found(quantizers: dict[str, Quantizer] = quantizers) -> Stored:
+            return {f"{n}.{key}": getattr(q, key) for n, q in quantizers.items() for key in RANGE}, None
+
+        tensors, _ = ranks.from_rank(number % ranks.size, found)
+        for name, quantizer in quantizers.items():
+            quantizer.set_range(*(tensors[f"{name}.{key}"].to(quantizer.scale.device) for key in RANGE))
 
 
 def recorded_inputs(
     unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False
-) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Each module with its input tensors over all calls of `run()`, which are forgotten once it is done with."""
+) -> dict[nn.Module, list[Tensor]]:
+    """Module -> its input tensors, those of all calls during `run()` one after the other."""
+    calls = recorded_calls(unit, run, keep_on_host)
+    return {module: _joined_calls(calls.pop(module)) for module in list(calls)}
+
+
+def recorded_calls(
+    unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False
+) -> dict[nn.Module, list[list[Tensor]]]:
+    """Module -> its input tensors in each call during `run()`."""
     seen: dict[nn.Module, list[list[Tensor]]] = {}
 
     def record(module: nn.Module, args: Sequence[Any]) -> None:
@@ -74,8 +141,11 @@ def recorded_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    for module in list(seen):
-        yield module, [_joined(parts) for parts in zip(*seen.pop(module), strict=True)]
+    return seen
+
+
+def _joined_calls(calls: list[list[Tensor]]) -> list[Tensor]:
+    return [_joined(parts) for parts in zip(*calls, strict=True)]
 
 
 def _joined(calls: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fimaq.calibrate.ranges import recorded_inputs
 from fimaq.quant.layers import QuantizedLayer, QuantMatMul, largest_of_rows
 from fimaq.quant.quantizers import ActivationQuantizer
+from fimaq.ranks import ALONE, Ranks
 
 NEAR = 2e-6
 """How close to the middle between two codes a value must be to count, in steps: what libraries differ by."""
@@ -26,25 +27,28 @@ UNLUCKY = 2.0
 
 
 @torch.no_grad()
-def avoid_ties(unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False) -> None:
-    """Change scales below the quantized `unit` slightly where much lies between two codes; `run()` runs it.
+def avoid_ties(unit: nn.Module, run: Callable[[], Any], ranks: Ranks = ALONE, keep_on_host: bool = False) -> None:
+    """Change scales below the quantized `unit` slightly where much lies between two codes.
 
-    What the layers saw waits for its turn on the device, or with `keep_on_host` in host memory.
+    `run()` runs it on the images of this rank; what lies between codes is counted over all of them. What the
+    layers saw waits for its turn on the device, or with `keep_on_host` in host memory.
     """
-    recorded = dict(recorded_inputs(unit, run, keep_on_host))
+    recorded = recorded_inputs(unit, run, keep_on_host)
     for module in list(recorded):
         device = next(module.buffers()).device
         inputs = [tensor.to(device) for tensor in recorded.pop(module)]
-        changed = [_move_away(quantizer, x) for quantizer, x in _quantized(module, inputs)]
+        changed = [_move_away(quantizer, x, ranks) for quantizer, x in _quantized(module, inputs)]
         if any(changed):  # then everything after it sees other values
-            recorded = dict(recorded_inputs(unit, run, keep_on_host))
+            recorded = recorded_inputs(unit, run, keep_on_host)
 
 
-def _move_away(quantizer: ActivationQuantizer, x: Tensor) -> bool:
+def _move_away(quantizer: ActivationQuantizer, x: Tensor, ranks: Ranks) -> bool:
     """Change the scale if clearly more lies between two codes than under a neighbouring one."""
     if quantizer.scale.numel() > 1:
         return False
-    counts = [_between_codes(quantizer, x, factor) for factor in FACTORS]
+    counted = torch.tensor([_between_codes(quantizer, x, factor) for factor in FACTORS])
+    ranks.sum_(counted)
+    counts = counted.tolist()
     if counts[0] <= max(1.0, UNLUCKY * statistics.median(counts)):
         return False
     quantizer.set_range(quantizer.scale * FACTORS[counts.index(min(counts))], quantizer.zero_point)

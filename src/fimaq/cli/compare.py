@@ -79,9 +79,11 @@ def compare(
 def _run(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, Any]:
     from fimaq.cli.detection import run_detection
     from fimaq.cli.quantize import run_classification
+    from fimaq.ranks import ALONE
 
-    run = run_detection if config.task == "detection" else run_classification
-    return run(config, out, resume, progress)
+    if config.task == "detection":
+        return run_detection(config, out, resume, progress)
+    return run_classification(config, out, resume, progress, ALONE)
 
 
 def _check_cells(configs: Sequence[Config]) -> None:

@@ -4,12 +4,15 @@ import copy
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fimaq.cli import options
 from fimaq.config import Config
+
+if TYPE_CHECKING:
+    from fimaq.ranks import Ranks
 
 
 def quantize(
@@ -66,22 +69,33 @@ def quantize(
 
     Example: `fimaq quantize deit_tiny_patch16_224 --data imagenet --bits w4a4 --out runs/deit-tiny`
 
+    Several processes, one per GPU: `torchrun --nproc-per-node 8 -m fimaq quantize ...`
+
     Detector: `fimaq quantize mask_rcnn_swin_t --task detection --data coco --weights FILE --out runs/mask-rcnn`
     """
     from fimaq.artifact.scalars import require_tensorboard
     from fimaq.cli.detection import print_average_precision, run_detection
     from fimaq.cli.values import build_config, parse_pairs, parse_value
-    from fimaq.progress import for_terminal
+    from fimaq.errors import InputError
+    from fimaq.progress import Silent, for_terminal
+    from fimaq.together import joined_ranks
 
     flags = {name: value for name, value in locals().items() if name in Config.model_fields}
-    flags["model_args"] = parse_pairs(model_arg, "--model-arg") if model_arg else None
-    flags["image_size"] = None if image_size is None else parse_value(image_size)
-    settings = build_config(flags, config, data)
-    if settings.tensorboard:
-        require_tensorboard()
-    with for_terminal() as progress:
-        run = run_detection if settings.task == "detection" else run_classification
-        metrics = run(settings, out, resume, progress)
+    with joined_ranks() as ranks:
+        flags["model_args"] = parse_pairs(model_arg, "--model-arg") if model_arg else None
+        flags["image_size"] = None if image_size is None else parse_value(image_size)
+        settings = build_config(flags, config, data)
+        if settings.tensorboard:
+            require_tensorboard()
+        with for_terminal() if ranks.rank == 0 else Silent() as progress:
+            if settings.task == "classification":
+                metrics = run_classification(settings, out, resume, progress, ranks)
+            elif ranks.size == 1:
+                metrics = run_detection(settings, out, resume, progress)
+            else:
+                raise InputError(f"--task detection runs in one process, and torchrun started {ranks.size}")
+    if ranks.rank > 0:
+        return
     if as_json:
         json.dump({"run": str(out), **metrics}, sys.stdout)
         sys.stdout.write("\n")
@@ -91,13 +105,14 @@ def quantize(
         _print_summary(out, metrics, "object or not" if settings.task == "detection" else "top-1")
 
 
-def run_classification(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, Any]:
-    """Quantize a classifier, and evaluate it where there are validation images."""
+def run_classification(config: Config, out: Path, resume: bool, progress: Any, ranks: "Ranks") -> dict[str, Any]:
+    """Quantize a classifier, and evaluate it where there are validation images: the first rank does."""
     from fimaq.accuracy import evaluate_models
     from fimaq.artifact.run_directory import RunDirectory
     from fimaq.data import (
         build_transform,
         load_calibration,
+        load_share,
         resolve_preprocessing,
         validation_batches,
         validation_set,
@@ -108,7 +123,7 @@ def run_classification(config: Config, out: Path, resume: bool, progress: Any) -
 
     if config.calib is None:
         raise InputError("no calibration images were given: use --data DIR (with train/ inside) or --calib DIR")
-    device = choose_device(config.device)
+    device = ranks.place(choose_device(config.device))
     assert config.model is not None
     model = build_model(config.model, config.weights, config.num_classes, config.model_args)
     side = config.model_args.get("img_size")
@@ -117,7 +132,7 @@ def run_classification(config: Config, out: Path, resume: bool, progress: Any) -
     progress.note(f"preprocessing: {preprocessing.describe()}")
     transform = build_transform(preprocessing)
     dataset = None
-    if config.val is not None:
+    if config.val is not None and ranks.rank == 0:
         limit = config.val_size or (500 if device.type == "cpu" else None)
         classes = getattr(model, "num_classes", 0)
         cfg = getattr(model, "pretrained_cfg", None)
@@ -125,9 +140,13 @@ def run_classification(config: Config, out: Path, resume: bool, progress: Any) -
         progress.note(f"validation: {len(dataset)} images, classes by {mapping.source}")
         next(iter(validation_batches(dataset, 1)))  # unreadable images should fail now, not after the work
     progress.start("reading calibration images", config.calib_size)
-    calibration = load_calibration(
-        config.calib, config.calib_size, transform, config.seed, progress=lambda done, total: progress.update(done)
-    )
+    drawn = (config.calib, config.calib_size, transform, config.seed)
+    if ranks.size == 1:
+        calibration = load_calibration(*drawn, progress=lambda done, total: progress.update(done))
+    else:
+        calibration = load_share(
+            *drawn, ranks, lambda done, total: progress.update(done * config.calib_size // total)
+        )
     if calibration.skipped:
         path, reason = calibration.skipped[0]
         progress.note(f"unreadable images skipped: {len(calibration.skipped)}, such as {path} ({reason})")
@@ -141,6 +160,7 @@ def run_classification(config: Config, out: Path, resume: bool, progress: Any) -
         out,
         resume,
         progress,
+        ranks=ranks,
     )
     metrics = dict(run.metrics)
     if dataset is not None:

@@ -12,6 +12,7 @@ from fimaq.data.folder import (
 )
 from fimaq.data.image import UnreadableImage, load_image
 from fimaq.data.preprocess import Preprocessing, Transform, build_transform, resolve_preprocessing
+from fimaq.data.share import load_share
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -27,6 +28,7 @@ __all__ = [
     "list_images",
     "load_calibration",
     "load_image",
+    "load_share",
     "map_classes",
     "resolve_preprocessing",
     "validation_batches",

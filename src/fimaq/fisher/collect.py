@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fimaq.config import Averages
 from fimaq.fisher.divergence import kl_gradient
+from fimaq.ranks import ALONE, Ranks
 
 
 @dataclass
@@ -49,11 +50,13 @@ def collect_averages(
     evaluate: Callable[[Sample], tuple[Tensor, ...]],
     averages: Averages,
     keep: Callable[[int, Tensor], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """Averaged gradient and perturbation, (a,) each; `evaluate` gives those of a sample's images.
 
     `averages` chooses between means of signed values (the paper) and of absolute ones (the released code);
     `keep(start, gradients)` is handed every batch's gradients (n, a) where a method needs them one by one.
+    The average is over the samples of all `ranks`.
     """
     sums: list[Tensor] = []
     count = 0
@@ -64,4 +67,6 @@ def collect_averages(
         parts = [gradient, delta] if averages == "signed" else [gradient.abs(), delta.abs()]
         sums = [part.sum(0) + (sums[i] if sums else 0) for i, part in enumerate(parts)]
         count += len(gradient)
-    return sums[0] / count, sums[1] / count
+    total = torch.tensor(float(count), device=sums[0].device)
+    ranks.sum_(*sums, total)
+    return sums[0] / int(total), sums[1] / int(total)

@@ -58,8 +58,8 @@ class ActivationQuantizer(Quantizer):
 
     def __init__(self, bits: int) -> None:
         super().__init__(bits)
-        self.dropping: tuple[float, Tensor] | None = None
-        """While a step of reconstruction runs: QDrop's probability and the key of this quantizer's mask."""
+        self.dropping: tuple[float, Tensor, Tensor | None] | None = None
+        """While a step of reconstruction runs: what `random_mask` is told for QDrop's mask of this quantizer."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():

@@ -62,9 +62,10 @@ class Reconstruction:
         self.config = config
         self.cache = cache
         self.device = cache.device
-        self.count = len(images)
-        self.looked_at = min(LOOKED_AT, sweep_of(images))
-        self.sweep = affordable_sweep(chain, images[:4].to(self.device), config.memory_budget)
+        self.ranks = cache.ranks
+        self.looked_at = max(min(LOOKED_AT, sweep_of(images)), self.ranks.size)
+        affordable = affordable_sweep(chain, images[:4].to(self.device), config.memory_budget)
+        self.sweep = min(self.ranks.collect(affordable))
         with torch.no_grad():
             for start, stop in self._sweep():
                 batch = images[start:stop].to(self.device)
@@ -148,12 +149,17 @@ class Reconstruction:
     def search_ranges(self, unit: Unit) -> None:
         """Set all ranges of the unit, which is quantized from then on."""
 
+        images = min(self.cache.count, self.config.search_size)
+        sweeps = [range(first, min(first + self.sweep, images)) for first in range(0, images, self.sweep)]
+
         def run() -> None:
-            for start, stop in self._sweep(self.config.search_size):
-                unit(self.cache.rows("raw inputs", start, stop))
+            for sweep in sweeps:
+                start, stop = self.ranks.share(sweep.start), self.ranks.share(sweep.stop)
+                if start < stop:
+                    unit(self.cache.rows("raw inputs", start, stop))
 
         relative, bounded = self.config.method != "qdrop", self.config.memory_budget is not None
-        set_ranges(unit.module, run, self.config.preset, relative, keep_on_host=bounded)
+        set_ranges(unit.module, run, self.config.preset, relative, bounded, self.ranks, sweeps)
         set_quantized(unit.module, True)
 
     def objective(self, index: int) -> nn.Module:
@@ -161,17 +167,17 @@ class Reconstruction:
         method = self.config.method
         deltas, targets = self._first_deltas(index)
         if method == "qdrop":
-            return MeanSquaredError(deltas)
+            return MeanSquaredError(deltas, self.ranks.mean)
         if index == len(self.chain) - 1:
-            return OutputDivergence(self.config.temperature, deltas, targets)
+            return OutputDivergence(self.config.temperature, deltas, targets, self.ranks.mean)
         if method == "brecq":
             return SquaredGradient(self.device)
-        return FisherLoss(self.config, deltas.shape[1], self.device)
+        return FisherLoss(self.config, deltas.shape[1], self.device, self.ranks.mean)
 
     @torch.no_grad()
     def _first_deltas(self, index: int) -> tuple[Tensor, Tensor]:
         """Perturbations and full-precision outputs (n, a) of a few images, as the unit is now."""
-        stop = min(self.count, self.config.batch_size)
+        stop = self.ranks.share(min(self.cache.count, self.config.batch_size))
         targets = flat(self.cache.rows("outputs", 0, stop))
         return flat(self.chain.units[index](self.cache.rows("quantized inputs", 0, stop))) - targets, targets
 
@@ -199,11 +205,12 @@ class Reconstruction:
         limit = None if one_by_one else self.config.fisher_size
         keep = (lambda start, g: self.cache.write("gradients", start, [g])) if one_by_one else None
         gradient, perturbation = collect_averages(
-            self._samples(index, limit), evaluate, self.config.averages, keep
+            self._samples(index, limit), evaluate, self.config.averages, keep, self.ranks
         )
         if isinstance(objective, SquaredGradient):
             weights = self.cache.rows("gradients", 0, len(deltas))[0]
-            objective.normaliser.copy_((deltas * weights).square().sum(1).mean().clamp_min(1e-38))
+            first = self.ranks.mean((deltas * weights).square().sum(1))
+            objective.normaliser.copy_(first.clamp_min(1e-38))
         elif isinstance(objective, FisherLoss):
             objective.collect(gradient, perturbation, deltas)
 
@@ -218,7 +225,8 @@ class Reconstruction:
             )
 
     def _sweep(self, limit: int | None = None) -> Iterator[tuple[int, int]]:
-        count = min(self.count, limit or self.count)
+        """Ranges of this rank's images, a few at a time; of the first `limit` images of all ranks together."""
+        count = self.ranks.share(min(self.cache.count, limit or self.cache.count))
         return ((start, min(start + self.sweep, count)) for start in range(0, count, self.sweep))
 
     @torch.no_grad()
@@ -232,7 +240,7 @@ class Reconstruction:
                 for start, stop in self._sweep(self.looked_at):
                     unit(self.cache.rows("quantized inputs", start, stop))
 
-            avoid_ties(unit.module, run, keep_on_host=self.config.memory_budget is not None)
+            avoid_ties(unit.module, run, self.ranks, keep_on_host=self.config.memory_budget is not None)
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
 
 

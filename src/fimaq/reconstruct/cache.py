@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fimaq.ranks import ALONE, Ranks
 from fimaq.reconstruct.memory import SHARE, free_bytes
 
 FREE_SHARE = 0.6
@@ -20,7 +21,7 @@ PINNED = "pinned host memory"
 
 
 class ActivationCache:
-    """Named lists of tensors, each (images, ...).
+    """Named lists of tensors, each (images, ...): of `count` images, those that live on this rank.
 
     `folder` holds what fits nowhere else; `budget` bounds all memory of the compute device, `host_budget` what
     lists take of the host's memory beside a GPU, in bytes.
@@ -33,8 +34,11 @@ class ActivationCache:
         folder: Path | None = None,
         budget: int | None = None,
         host_budget: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.count = count
+        self.ranks = ranks
+        self.held = ranks.share(count)
         self.device = device
         self.folder = folder
         self.limit = torch.inf if budget is None else SHARE * budget
@@ -46,14 +50,14 @@ class ActivationCache:
     def allocate(self, name: str, shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
         """Make room for one tensor (count, *shape) per shape, in place of what `name` held before."""
         self.drop(name)
-        size = sum(self.count * shape.numel() for shape in shapes) * dtype.itemsize
+        size = sum(self.held * shape.numel() for shape in shapes) * dtype.itemsize
         on_gpu = self.device.type == "cuda"
         if on_gpu and self._fits("GPU", size):
             place = "GPU"
-            tensors = [torch.empty(self.count, *s, dtype=dtype, device=self.device) for s in shapes]
+            tensors = [torch.empty(self.held, *s, dtype=dtype, device=self.device) for s in shapes]
         elif self._fits(host := PINNED if on_gpu else "host memory", size):
             place = host
-            tensors = [torch.empty(self.count, *s, dtype=dtype, pin_memory=on_gpu) for s in shapes]
+            tensors = [torch.empty(self.held, *s, dtype=dtype, pin_memory=on_gpu) for s in shapes]
         else:
             place = "disk"
             tensors = [self._on_disk(name, s, dtype) for s in shapes]
@@ -100,7 +104,8 @@ class ActivationCache:
         held = sum(taken(t.nbytes) for n, ts in self._tensors.items() for t in ts if self.places[n] == place)
         free = free_bytes(self.device if place == "GPU" else torch.device("cpu"))
         limit = self.host_limit if place == PINNED else self.limit
-        return held + taken(size) <= limit and taken(size) < FREE_SHARE * free
+        sharing = 1 if place == "GPU" else self.ranks.neighbours
+        return held + taken(size) <= limit and taken(size) < FREE_SHARE * free / sharing
 
     def _on_disk(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         folder = self.folder or Path(tempfile.gettempdir())
@@ -108,8 +113,8 @@ class ActivationCache:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="cache-", suffix=".bin", delete=False) as file:
             path = Path(file.name)
         self._files.setdefault(name, []).append(path)
-        count = self.count * shape.numel()
-        return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(self.count, *shape)
+        count = self.held * shape.numel()
+        return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(self.held, *shape)
 
 
 def _pinned_bytes(size: int) -> int:

@@ -22,7 +22,8 @@ from fimaq.fisher.approximations import (
 )
 from fimaq.fisher.divergence import kl_divergence
 
-Loss = Callable[[Tensor], Tensor]
+Mean = Callable[[Tensor], Tensor]
+"""Of the elements of a tensor, or of what several ranks have of it together."""
 
 
 class MeanSquaredError(nn.Module):
@@ -30,9 +31,9 @@ class MeanSquaredError(nn.Module):
 
     normaliser: Tensor
 
-    def __init__(self, first_deltas: Tensor) -> None:
+    def __init__(self, first_deltas: Tensor, mean: Mean = torch.mean) -> None:
         super().__init__()
-        self.register_buffer("normaliser", first_deltas.square().mean().clamp_min(1e-38))
+        self.register_buffer("normaliser", mean(first_deltas.square()).clamp_min(1e-38))
 
     def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         return deltas.square().mean() / self.normaliser
@@ -43,11 +44,11 @@ class OutputDivergence(nn.Module):
 
     normaliser: Tensor
 
-    def __init__(self, temperature: float, first_deltas: Tensor, targets: Tensor) -> None:
+    def __init__(self, temperature: float, first_deltas: Tensor, targets: Tensor, mean: Mean = torch.mean) -> None:
         super().__init__()
         self.temperature = temperature
-        self.register_buffer("normaliser", torch.ones((), device=targets.device))
-        self.normaliser = self(first_deltas, targets).clamp_min(1e-38)
+        first = mean(kl_divergence(targets, targets + first_deltas, temperature))
+        self.register_buffer("normaliser", first.clamp_min(1e-38))
 
     def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         return kl_divergence(targets, targets + deltas, self.temperature).mean() / self.normaliser
@@ -83,8 +84,9 @@ class FisherLoss(nn.Module):
     direction: Tensor
     normalisers: Tensor
 
-    def __init__(self, config: Config, size: int, device: torch.device) -> None:
+    def __init__(self, config: Config, size: int, device: torch.device, mean: Mean = torch.mean) -> None:
         super().__init__()
+        self.mean = mean
         self.terms = _terms(config)
         self.averages: Averages = config.averages
         # Rows of zeros change nothing. With a multiple of 16 rows, products are aligned as GPUs like it, and all
@@ -118,7 +120,7 @@ class FisherLoss(nn.Module):
         else:
             self.diagonal.copy_(diagonal_fisher(gradients, perturbations))
         self.direction.copy_(rank_one_fisher(self.gradients[row], self.perturbations[row]))
-        values = torch.stack([self._term(name, deltas).mean() for name in self.terms])
+        values = torch.stack([self.mean(self._term(name, deltas)) for name in self.terms])
         self.normalisers.copy_(values.clamp_min(1e-38))
 
     def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:

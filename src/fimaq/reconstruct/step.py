@@ -3,10 +3,13 @@
 A step is a function of named tensors alone, which it also updates: the unit's own, the cached activations, the
 objective's, what is learned, the iteration counter. So the same lines run as they are on a CPU, and on a GPU are
 traced, compiled once for all units of one shape, and replayed as one CUDA graph (`compiled.py`).
+
+Of several ranks, each works on its part of the batch (`deal.py`). Their gradients and losses, weighted by the size
+of the part, are added up in one message between the backward pass and the optimisers: all ranks learn the same.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -22,7 +25,9 @@ from fimaq.quant.masks import GOLDEN, mask_key, mixed, random_mask
 from fimaq.quant.quantizers import rounding_indecision
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Replay
+from fimaq.reconstruct.deal import Dealt
 from fimaq.reconstruct.prefetch import Prefetch
+from fimaq.together import Together
 
 SHARPEST, BLUNTEST = 20.0, 2.0
 """The exponent of the rounding penalty falls from the first to the second after the warm-up."""
@@ -72,8 +77,8 @@ class ReconstructionStep:
         }
         # The unit itself goes on seeing what is learned.
         self._hand_over(self._learned_parts(self.tensors))
-        self._replay: Replay | None = None
-        self._prefetch: Prefetch | None = None
+        self._replay: Callable[[], None] | None = None
+        self._prefetch: Prefetch | Dealt | None = None
         self.steps = 0
 
     @property
@@ -86,8 +91,7 @@ class ReconstructionStep:
             self.tensors |= {f"objective.{n}": t for n, t in self.objective.named_buffers()}
             self.tensors |= self._cached()
             self._fetch_next()
-            compiled = self.cache.device.type == "cuda" and self.config.resolved_compile
-            self._replay = Replay(self._step, self.tensors, compiled)
+            self._replay = self._prepared(self.cache.device.type == "cuda" and self.config.resolved_compile)
         if self._prefetch is not None:
             self._prefetch.take()
         self._replay()
@@ -98,7 +102,10 @@ class ReconstructionStep:
         """The cached tensors where they are, or, for those that are not on the device, a batch of their rows."""
         stored = {f"{n} {i}": s for n in BATCH for i, s in enumerate(self.cache.stored(n))}
         away = {n: s for n, s in stored.items() if s.device.type != self.cache.device.type}
-        if away:
+        if isinstance(self.cache.ranks, Together):
+            self._prefetch = Dealt(stored, self.config.batch_size, self.cache.device, self.cache.ranks)
+            stored = {**self._prefetch.batch, "positions": self._prefetch.positions}
+        elif away:
             self._prefetch = Prefetch(away, self.config.batch_size, self.cache.device)
             stored |= self._prefetch.batch
         return stored
@@ -107,19 +114,47 @@ class ReconstructionStep:
         if self._prefetch is not None:
             self._prefetch.fetch(self.order[self.steps % ORDERED].tolist())
 
+    def _prepared(self, compiled: bool) -> Callable[[], None]:
+        """One iteration of this rank, to be called again and again."""
+        ranks = self.cache.ranks
+        if ranks.size == 1:
+            return Replay(self._step, self.tensors, compiled)
+        sizes = [self.tensors[group].numel() for group in self.learned] + [1]
+        part = ranks.share(self.config.batch_size) / self.config.batch_size
+        bucket = self.tensors["bucket"] = torch.zeros(sum(sizes), device=self.cache.device)
+
+        def own_part(t: Tensors) -> None:
+            t["bucket"].copy_(torch.cat([g.view(-1) for g in self._gradients(t)]) * part)
+
+        def together(t: Tensors) -> None:
+            self._learn(t, *t["bucket"].split(sizes))
+
+        before, after = (Replay(function, self.tensors, compiled) for function in (own_part, together))
+
+        def run() -> None:
+            before()
+            ranks.sum_(bucket)
+            after()
+
+        return run
+
     def _step(self, t: Tensors) -> None:
         """Everything that happens in one iteration; `t` holds all it reads and writes."""
+        self._learn(t, *self._gradients(t))
+
+    def _gradients(self, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the joined roundings and scales, and the loss without the rounding penalty."""
         seed = mixed(t["seed"] + t["iteration"] * GOLDEN)
         raw, quantized, targets, weights = self._batch(t)
         keep = self.config.drop_probability
         inputs = [
-            torch.where(random_mask(r, keep, mask_key(seed, -1 - i)), r, q)
+            torch.where(random_mask(r, keep, mask_key(seed, -1 - i), t.get("positions")), r, q)
             for i, (r, q) in enumerate(zip(raw, quantized, strict=True))
         ]
         learned = self._learned_parts(t)
         state = _part(t, "unit.") | learned
         target = flat(targets)
-        with torch.enable_grad(), self._dropping(keep, seed):
+        with torch.enable_grad(), self._dropping(keep, seed, t.get("positions")):
             with self._lower_precision():
                 outputs = self.unit.with_tensors(state, inputs)
             deltas = flat(outputs) - target
@@ -127,17 +162,21 @@ class ReconstructionStep:
             loss = functional_call(self.objective, _part(t, "objective."), arguments)
             total = loss + self._rounding_penalty(t, learned)
             found = torch.autograd.grad(total, list(learned.values()))
+        gradients = dict(zip(learned, found, strict=True))
+        roundings, scales = (torch.cat([gradients[n].flatten() for n in self.learned[g]]) for g in self.learned)
+        return roundings, scales, loss.detach()
+
+    def _learn(self, t: Tensors, roundings: Tensor, scales: Tensor, loss: Tensor) -> None:
+        """One step of both optimisers, with these gradients."""
         t["iteration"] += 1
         share = (t["iteration"] / t["iterations"]).clamp(max=1)
-        gradients = dict(zip(learned, found, strict=True))
-        joined = {g: torch.cat([gradients[n].flatten() for n in names]) for g, names in self.learned.items()}
         falling = 0.5 * (1 + torch.cos(math.pi * share))
-        _adam(t, "roundings", joined["roundings"], t["rounding rate"])
+        _adam(t, "roundings", roundings, t["rounding rate"])
         # Scales of one unit differ by orders of magnitude, and Adam's steps do not: they are taken relative to
         # what range search found.
-        _adam(t, "scales", joined["scales"] * t["searched"], falling * t["scale rate"] * t["searched"])
+        _adam(t, "scales", scales * t["searched"], falling * t["scale rate"] * t["searched"])
         t["scales"].copy_(torch.maximum(t["scales"], t["searched"] / 100))
-        t["loss"].copy_(loss.detach())
+        t["loss"].copy_(loss.view(()))
 
     def _batch(self, t: Tensors) -> list[list[Tensor]]:
         """This iteration's rows of what is cached."""
@@ -162,10 +201,11 @@ class ReconstructionStep:
         return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     @contextmanager
-    def _dropping(self, probability: float, seed: Tensor) -> Iterator[None]:
+    def _dropping(self, probability: float, seed: Tensor, positions: Tensor | None) -> Iterator[None]:
         """QDrop inside the unit, for the length of a step."""
         for number, quantizer in enumerate(self.quantizers.values()):
-            quantizer.dropping = (probability, mask_key(seed, number)) if probability > 0 else None
+            key = mask_key(seed, number)
+            quantizer.dropping = (probability, key, positions) if probability > 0 else None
         try:
             yield
         finally:
