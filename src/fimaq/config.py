@@ -25,6 +25,8 @@ their time on reconstruction."""
 
 LARGEST_LR_FACTOR = 50.0
 COMPILED_FROM = 1000
+MOST_CONTENT = 1_000_000
+"""Values and characters in a configuration file, after its aliases were followed."""
 
 
 class Config(BaseModel):
@@ -171,11 +173,27 @@ def _explain(item: Any) -> str:
     return f"{name}: {message} (got {item['input']!r})" if item["type"] != "value_error" else f"{name}: {message}"
 
 
+def _refuse_bomb(values: Any) -> None:
+    """Aliases make a few lines of YAML stand for billions of values, or for one that holds itself."""
+    open_, size = [values], 0
+    while open_:
+        value = open_.pop()
+        if isinstance(value, dict):
+            open_ += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set):
+            open_ += value
+        size += len(value) + 1 if isinstance(value, str | bytes | list | dict) else 1
+        if size > MOST_CONTENT:
+            raise ValueError(f"it stands for more than {MOST_CONTENT} values and characters")
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """The keys of a YAML configuration file. It holds the same keys as the command's flags."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        _refuse_bomb(values)
+    # A date of month 13 is a ValueError of Python's own, and not the only such case.
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"configuration file {path} cannot be read: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
