@@ -38,7 +38,7 @@ PLACES: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class KillAt:
-    """kill -9 at the `number`-th time (from 1) that the run comes to a place, before or after what happens there."""
+    """kill -9 at the `number`-th time (from 1) that the run comes to a place, before or after its work."""
 
     place: str
     number: int

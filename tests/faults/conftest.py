@@ -1,7 +1,5 @@
 """What every test of a fault starts from: the tiny world, an undisturbed run and an unfinished one, a count."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,11 +40,3 @@ def unfinished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         stop_at_unit(2, patch)
         assert fimaq(*world.quantize(out)).code == 130
     return out
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that other users may enter, which those of pytest are not."""
-    folder = Path(tempfile.mkdtemp())
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
