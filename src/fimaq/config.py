@@ -25,6 +25,7 @@ their time on reconstruction."""
 
 LARGEST_LR_FACTOR = 50.0
 COMPILED_FROM = 1000
+LARGEST_IMAGE = 2**15
 MOST_CONTENT = 1_000_000
 """Values and characters in a configuration file, after its aliases were followed."""
 
@@ -32,7 +33,7 @@ MOST_CONTENT = 1_000_000
 class Config(BaseModel):
     """Everything `fimaq.quantize` can be told. Paths are kept as given; defaults are the paper's."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     task: Task = "classification"
     model: str | None = Field(None, description="timm model name; None for a model object")
@@ -55,7 +56,7 @@ class Config(BaseModel):
     rank: int | None = Field(None, ge=1, description="k; None: 15, fewer for short runs")
     alpha: float = Field(0.5, ge=0, le=1, description="weight of the low-rank term in DPLR")
     averages: Averages = Field("absolute", description="reading of the paper's averages over samples")
-    iters: int = Field(20000, ge=1, description="reconstruction iterations per unit")
+    iters: int = Field(20000, ge=1, le=10**9, description="reconstruction iterations per unit")
     batch_size: int = Field(32, ge=1)
     search_size: int = Field(128, ge=1, description="calibration images used by the range search")
     fisher_size: int | None = Field(None, ge=1, description="images in a Fisher refresh; None: all")
@@ -84,7 +85,7 @@ class Config(BaseModel):
     def _sizes_have_units(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", value.strip().lower())
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", value.strip().lower())
         if match is None:
             raise ValueError(f"{value!r} is not an amount of memory, such as 4GiB or 800MB")
         number, prefix, binary = match.groups()
@@ -106,8 +107,11 @@ class Config(BaseModel):
                 f"a rank is added every iters/rank iterations; give a rank of at most {self.iters}"
             )
         short, long = self.image_size
-        if not 32 <= short <= long:
-            raise ValueError(f"image_size {short},{long}: give a short side of 32 at least, then the long one")
+        if not 32 <= short <= long <= LARGEST_IMAGE:
+            raise ValueError(
+                f"image_size {short},{long}: give a short side of 32 at least, then the long one, "
+                f"at most {LARGEST_IMAGE}"
+            )
         if self.batch_size > self.calib_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is larger than calib_size {self.calib_size}: "

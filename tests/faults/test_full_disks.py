@@ -18,8 +18,9 @@ DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2
 @pytest.fixture(scope="session")
 def operations(world: World, tmp_path_factory: pytest.TempPathFactory) -> int:
     """How many times an undisturbed run asks something of the disk."""
+    out = tmp_path_factory.mktemp("counted") / "run"
     with FullDisk(None).mounted() as disk:
-        assert fimaq(*world.quantize(tmp_path_factory.mktemp("counted") / "run")).code == 0
+        assert fimaq(*world.quantize(out)).code == 0
     return disk.operations
 
 

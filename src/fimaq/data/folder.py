@@ -22,8 +22,8 @@ from fimaq.errors import InputError
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 BATCHES_AHEAD = 3
 MOST_UNEVEN = 100
-"""How many times as long as wide an image may be: its short edge is scaled to the model's input, its long one with it,
-so that a line of pixels in a small file would become gigabytes."""
+"""How many times as long as wide an image may be. Its short edge is scaled to the model's input and its long one
+with it, so that a line of pixels in a small file would become gigabytes."""
 
 OnSkip = Callable[[Path, str], None]
 """Called with an unreadable file and the reason it was skipped."""
