@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("FIMAQ_EXAMPLES", "0"))
@@ -39,7 +39,7 @@ def inputs(few: int) -> settings:
     return settings(
         max_examples=EXAMPLES or few,
         derandomize=not EXAMPLES,
-        report_multiple_bugs=False,
+        phases=(Phase.explicit, Phase.generate),  # an input that takes long to fail takes forever to shrink
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -20,7 +20,6 @@ import fimaq as package
 from fimaq.artifact.files import read_tensors, write_tensors
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.compare.runner import stored_metrics
-from fimaq.compare.summary import measures_of
 from fimaq.config import Config
 from fimaq.errors import FimaqError, InputError
 from fimaq.models.build import build_architecture, load_weights
@@ -65,7 +64,8 @@ def read_everything(run: Path, world: World) -> None:
     metrics = run / "metrics.json"
     before, good = names_below(run.parent), metrics.read_bytes()
     with bounds():
-        for read in (lambda: package.load(run), lambda: stored_metrics(run, Config())):
+        as_stored = Config(model=MODEL, model_args=ARGUMENTS, num_classes=CLASSES)
+        for read in (lambda: package.load(run), lambda: stored_metrics(run, as_stored)):
             with contextlib.suppress(FimaqError):
                 read()
         outcome = fimaq("evaluate", run, "--data", world.data, "--device", "cpu")
@@ -136,8 +136,6 @@ def test_any_metrics_are_read_or_refused(data: st.DataObject, run: Path, world: 
         with bounds():
             outcome = fimaq(*world.quantize(run, "--resume", data=None, calib=world.data / "train"))
         assert outcome.code in (0, 1, 2)
-        with contextlib.suppress(FimaqError):
-            measures_of(RunDirectory.open_existing(run).read_metrics())
         read_everything(run, world)
 
 
@@ -199,9 +197,9 @@ def test_any_tensors_are_loaded_or_refused(data: st.DataObject, run: Path, tally
         write_tensors(path, tensors, metadata)
         with bounds(), contextlib.suppress(FimaqError):
             model = package.load(run)
-            assert action != "remove"
-            assert action != "add"
-            model(torch.zeros(1, 3, 32, 32))
+            assert action not in ("remove", "add")
+            with contextlib.suppress(RuntimeError):  # shapes that do not fit each other: an error, no result
+                model(torch.zeros(1, 3, 32, 32))
     finally:
         path.write_bytes(good)
 

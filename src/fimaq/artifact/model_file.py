@@ -40,8 +40,9 @@ def load_quantized_state(module: nn.Module, state: dict[str, Tensor]) -> None:
         for name, part in module.named_modules():
             if isinstance(part, Quantizer):
                 scale, zero_point = (state.pop(_join(name, key)).to(device) for key in ("scale", "zero_point"))
-                if not scale.isfinite().all():
-                    raise ValueError(f"{_join(name, 'scale')} holds NaN or Inf")
+                if not (scale.numel() and scale.is_floating_point() and scale.isfinite().all()):
+                    raise ValueError(f"{_join(name, 'scale')} does not hold finite numbers")
+                torch.broadcast_shapes(scale.shape, zero_point.shape)
                 part.set_range(scale, zero_point.to(scale.dtype))
         for name, layer in quantized_layers(module):
             bits, shape = layer.weight_quantizer.bits, layer.weight.shape
