@@ -182,8 +182,9 @@ def _check_folder(out: Path, suite: Suite) -> None:
 
 def _comparable(value: Any, key: str) -> Any:
     """Paths are compared as places, tuples as lists."""
-    if key in ("calib", "val", "weights", "class_map") and value is not None:
-        return str(Path(value).resolve())
+    if key in ("calib", "val", "weights", "class_map") and isinstance(value, str):
+        with contextlib.suppress(ValueError, OSError, RuntimeError):  # not a possible path: equal only as text
+            return str(Path(value).resolve())
     if isinstance(value, list | tuple):
         return [_comparable(item, "") for item in value]
     if isinstance(value, dict):
