@@ -133,7 +133,7 @@ def test_a_file_made_to_harm_is_skipped(what: str, tmp_path: Path, tally: Tally)
     assert not try_image(BOMBS[what], tmp_path)
 
 
-@inputs(150)
+@inputs(80)
 @given(data=st.data())
 def test_any_bytes_are_read_or_skipped(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, tally: Tally
@@ -185,7 +185,7 @@ GOOD_COCO: dict[str, Any] = {
 }  # fmt: skip
 
 
-@inputs(150)
+@inputs(80)
 @given(data=st.data())
 def test_any_annotations_are_read_or_refused(data: st.DataObject, coco: Path, tally: Tally) -> None:
     """What is accepted can be drawn: masks are of their image's size."""

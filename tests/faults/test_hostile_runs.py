@@ -76,7 +76,7 @@ def read_everything(run: Path, world: World) -> None:
     assert names_below(run.parent) <= before | {"run/metrics.json"}
 
 
-@inputs(60)
+@inputs(25)
 @given(data=st.data())
 def test_any_config_is_read_or_refused(data: st.DataObject, run: Path, world: World, tally: Tally) -> None:
     content = data.draw(changed(without_digest(run / "config.json")) | VALUES)
@@ -85,7 +85,7 @@ def test_any_config_is_read_or_refused(data: st.DataObject, run: Path, world: Wo
         read_everything(run, world)
 
 
-@inputs(60)
+@inputs(25)
 @given(data=st.data())
 def test_any_bytes_for_a_config_are_read_or_refused(
     data: st.DataObject, run: Path, world: World, tally: Tally
@@ -127,7 +127,7 @@ def test_a_config_cannot_have_other_files_loaded(run: Path, tmp_path: Path, tall
     assert not (tmp_path / "executed").exists()
 
 
-@inputs(60)
+@inputs(10)
 @given(data=st.data())
 def test_any_metrics_are_read_or_refused(data: st.DataObject, run: Path, world: World, tally: Tally) -> None:
     good = without_digest(run / "metrics.json")
@@ -140,7 +140,7 @@ def test_any_metrics_are_read_or_refused(data: st.DataObject, run: Path, world: 
         read_everything(run, world)
 
 
-@inputs(60)
+@inputs(25)
 @given(lines=st.lists(st.binary(max_size=40) | VALUES.map(lambda value: json.dumps(value).encode()), max_size=5))
 def test_any_events_are_read_and_can_be_added_to(
     lines: list[bytes], tmp_path_factory: pytest.TempPathFactory, tally: Tally
@@ -156,7 +156,7 @@ def test_any_events_are_read_and_can_be_added_to(
     assert after[-1]["index"] == 3
 
 
-@inputs(60)
+@inputs(25)
 @given(data=st.data())
 def test_any_structure_is_applied_or_refused(data: st.DataObject, run: Path, tally: Tally) -> None:
     """With a digest that fits: it protects from damage, not from malice."""
@@ -176,7 +176,7 @@ def test_any_structure_is_applied_or_refused(data: st.DataObject, run: Path, tal
         path.write_bytes(good)
 
 
-@inputs(60)
+@inputs(25)
 @given(data=st.data())
 def test_any_tensors_are_loaded_or_refused(data: st.DataObject, run: Path, tally: Tally) -> None:
     """Of other shapes and types, missing or added, with a digest that fits."""
@@ -210,7 +210,7 @@ def safetensors_file(header: Any, data: bytes, length: int | None = None) -> byt
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-@inputs(80)
+@inputs(25)
 @given(data=st.data())
 def test_any_header_of_tensors_is_read_or_refused(
     data: st.DataObject, world: World, run: Path, tmp_path_factory: pytest.TempPathFactory, tally: Tally
@@ -231,7 +231,7 @@ def test_any_header_of_tensors_is_read_or_refused(
                 read()
 
 
-@inputs(80)
+@inputs(25)
 @given(data=st.data())
 def test_any_torch_file_is_read_or_refused(
     data: st.DataObject, world: World, tmp_path_factory: pytest.TempPathFactory, tally: Tally

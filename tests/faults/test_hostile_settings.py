@@ -55,7 +55,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-@inputs(60)
+@inputs(30)
 @given(text=CONFIGS | st.text(max_size=60) | spoiled(b"bits: w4a4\niters: 20\nmodel-args: {depth: 2}\n").map(
     lambda content: content.decode("latin-1")
 ))  # fmt: skip
@@ -84,7 +84,7 @@ def try_configuration(text: str, folder: Path, patch: pytest.MonkeyPatch, tally:
     assert names_below(folder) == {"given.yaml"}
 
 
-@inputs(60)
+@inputs(30)
 @given(text=SUITES | spoiled(GOOD_SUITE.encode()).map(lambda content: content.decode("latin-1")))
 @example(text=GOOD_SUITE)
 @example(text="grid: {model: ['../../outside', '/etc', '..', '.', '', 'a/b']}\n")

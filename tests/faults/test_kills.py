@@ -18,7 +18,6 @@ QUICK = (
     "an image is read",
     "ranges are searched",
     "a step of reconstruction",
-    "a file is forced to disk",
     "a file gets its name",
     "the checkpoint is removed",
 )
