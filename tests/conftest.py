@@ -1,6 +1,7 @@
 """What every test starts from: one thread, fixed seeds, and small timm models with nothing hidden in them."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,18 @@ import torch
 from torch import nn
 
 torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many faults and hostile inputs were tried (`faults/tally.py`), and what came of them."""
+    found: Counter[str] = Counter()
+    for report in [*terminalreporter.stats.get("passed", []), *terminalreporter.stats.get("failed", [])]:
+        found.update(dict(report.user_properties).get("tally", {}))
+    if found:
+        terminalreporter.write_line(
+            f"faults tried: {found['faults']}, {found['kills']} of them kills; hostile inputs: {found['inputs']}; "
+            f"lost {found['lost']}; silently wrong {found['wrong']}"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.data.folder import ValidationSet, validation_batches
+from fimaq.errors import FimaqError
 from fimaq.fisher.divergence import kl_divergence
 from fimaq.progress import Silent
 from fimaq.ranks import ALONE, Ranks
@@ -104,7 +105,11 @@ def evaluate_models(
 
 
 def _logits(model: nn.Module, images: Tensor) -> Tensor:
-    return model(images).float().cpu()  # type: ignore[no-any-return]
+    try:
+        return model(images).float().cpu()  # type: ignore[no-any-return]
+    except (RuntimeError, AssertionError, ValueError) as error:  # also out of memory, as the message then says
+        shape = tuple(images.shape)
+        raise FimaqError(f"the model cannot be evaluated on images of shape {shape}: {error}") from error
 
 
 @torch.no_grad()

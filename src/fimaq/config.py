@@ -25,12 +25,15 @@ their time on reconstruction."""
 
 LARGEST_LR_FACTOR = 50.0
 COMPILED_FROM = 1000
+LARGEST_IMAGE = 2**15
+MOST_CONTENT = 1_000_000
+"""Values and characters in a configuration file, after its aliases were followed."""
 
 
 class Config(BaseModel):
     """Everything `fimaq.quantize` can be told. Paths are kept as given; defaults are the paper's."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     task: Task = "classification"
     model: str | None = Field(None, description="timm model name; None for a model object")
@@ -53,7 +56,7 @@ class Config(BaseModel):
     rank: int | None = Field(None, ge=1, description="k; None: 15, fewer for short runs")
     alpha: float = Field(0.5, ge=0, le=1, description="weight of the low-rank term in DPLR")
     averages: Averages = Field("absolute", description="reading of the paper's averages over samples")
-    iters: int = Field(20000, ge=1, description="reconstruction iterations per unit")
+    iters: int = Field(20000, ge=1, le=10**9, description="reconstruction iterations per unit")
     batch_size: int = Field(32, ge=1)
     search_size: int = Field(128, ge=1, description="calibration images used by the range search")
     fisher_size: int | None = Field(None, ge=1, description="images in a Fisher refresh; None: all")
@@ -83,7 +86,7 @@ class Config(BaseModel):
     def _sizes_have_units(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", value.strip().lower())
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", value.strip().lower())
         if match is None:
             raise ValueError(f"{value!r} is not an amount of memory, such as 4GiB or 800MB")
         number, prefix, binary = match.groups()
@@ -105,8 +108,11 @@ class Config(BaseModel):
                 f"a rank is added every iters/rank iterations; give a rank of at most {self.iters}"
             )
         short, long = self.image_size
-        if not 32 <= short <= long:
-            raise ValueError(f"image_size {short},{long}: give a short side of 32 at least, then the long one")
+        if not 32 <= short <= long <= LARGEST_IMAGE:
+            raise ValueError(
+                f"image_size {short},{long}: give a short side of 32 at least, then the long one, "
+                f"at most {LARGEST_IMAGE}"
+            )
         if self.bit_exact and self.preset != "deploy":
             raise ValueError(f"bit_exact is for what is exported: give preset deploy instead of {self.preset}")
         if self.batch_size > self.calib_size:
@@ -174,11 +180,27 @@ def _explain(item: Any) -> str:
     return f"{name}: {message} (got {item['input']!r})" if item["type"] != "value_error" else f"{name}: {message}"
 
 
+def _refuse_bomb(values: Any) -> None:
+    """Aliases make a few lines of YAML stand for billions of values, or for one that holds itself."""
+    open_, size = [values], 0
+    while open_:
+        value = open_.pop()
+        if isinstance(value, dict):
+            open_ += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set):
+            open_ += value
+        size += len(value) + 1 if isinstance(value, str | bytes | list | dict) else 1
+        if size > MOST_CONTENT:
+            raise ValueError(f"it stands for more than {MOST_CONTENT} values and characters")
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """The keys of a YAML configuration file. It holds the same keys as the command's flags."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        _refuse_bomb(values)
+    # A date of month 13 is a ValueError of Python's own, and not the only such case.
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"configuration file {path} cannot be read: {' '.join(str(error).split())}") from None
     if values is None:
         return {}

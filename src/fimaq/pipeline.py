@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fimaq.accuracy import fidelity
 from fimaq.artifact.model_file import load_quantized_state, quantized_state
-from fimaq.artifact.run_directory import RunDirectory
+from fimaq.artifact.run_directory import MODEL, RunDirectory
 from fimaq.artifact.scalars import require_tensorboard
 from fimaq.artifact.shared_directory import SharedDirectory
 from fimaq.calibrate.exactness import find_exact
@@ -30,6 +30,7 @@ from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
 from fimaq.detection.build import build_folded_detector
 from fimaq.errors import FimaqError, InputError
 from fimaq.journal import Journal
+from fimaq.models.bounded import ValueLimit
 from fimaq.models.build import build_architecture, check_finite
 from fimaq.models.prepare import Structure, apply_findings, apply_structure, make_exact, prepare_model
 from fimaq.models.units import UnitChain
@@ -349,22 +350,38 @@ def load(path: str | Path, model: nn.Module | None = None, device: str = "cpu") 
     missing = [key for key in ("model", "preprocessing", "given") if key not in directory.config]
     if missing:
         raise InputError(f"{path}/config.json is damaged: it has no {missing[0]!r}")
-    described = directory.config["model"]
-    if model is None and described["name"] is None:
-        raise InputError(f"{path} was made from a model object timm cannot build; give load(path, model=...)")
-    if model is not None:
-        fresh = copy.deepcopy(model)
-    elif directory.task == "detection":
-        fresh = build_folded_detector(described["name"], described["num_classes"], described["args"])
-    else:
-        fresh = build_architecture(described["name"], described["num_classes"], described["args"])
     tensors, metadata = directory.read_model()
     try:
-        apply_structure(fresh, Structure.from_dict(json.loads(metadata["structure"])))
+        structure = Structure.from_dict(json.loads(metadata["structure"]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}/{MODEL} is damaged: its structure cannot be read ({error})") from None
+    fresh = _described_model(directory) if model is None else copy.deepcopy(model)
+    try:
+        apply_structure(fresh, structure)
     except KeyError as error:
         raise InputError(f"{path} was made from another architecture: the model has no layer {error}") from None
+    except (AttributeError, AssertionError, TypeError, ValueError) as error:
+        raise InputError(f"{path} was made from another architecture: {error}") from None
     load_quantized_state(fresh, tensors)
     return fresh.to(device).eval().requires_grad_(False)
+
+
+def _described_model(directory: RunDirectory) -> nn.Module:
+    """The architecture that a run's config.json describes, with weights that mean nothing."""
+    described, where = directory.config["model"], f"{directory.path}/config.json"
+    name, classes, args = (described.get(key) for key in ("name", "num_classes", "args"))
+    if name is None:
+        raise InputError(
+            f"{directory.path} was made from a model object timm cannot build; give load(path, model=...)"
+        )
+    # bool is an int to Python, but no number of classes.
+    number = classes is None or (isinstance(classes, int) and not isinstance(classes, bool) and classes >= 0)
+    if not isinstance(name, str) or not isinstance(args, dict) or not number:
+        raise InputError(f"{where} is damaged: its 'model' is {described!r:.200}")
+    with ValueLimit((directory.path / MODEL).stat().st_size, where):
+        if directory.task == "detection":
+            return build_folded_detector(name, classes, args)
+        return build_architecture(name, classes, args)
 
 
 def choose_device(name: str) -> torch.device:

@@ -2,25 +2,15 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from command_line import CLASSES, COLOURS, World, fimaq, tiny_model, write_image
+from command_line import World, fimaq, make_world
 from runs import stop_at_unit
-from safetensors.torch import save_file
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    folder = tmp_path_factory.mktemp("world")
-    save_file(tiny_model().state_dict(), folder / "tiny.safetensors")
-    generator = np.random.default_rng(0)
-    for number in range(10):
-        write_image(folder / "data" / "train" / f"{number:02d}.jpg", COLOURS[number % 4], generator)
-    for label in range(CLASSES):
-        for number in range(3):
-            write_image(folder / "data" / "val" / str(label) / f"{number}.jpg", COLOURS[label], generator)
-    return World(folder / "tiny.safetensors", folder / "data")
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path} does not exist") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged: it is not JSON ({error})") from None
 
 

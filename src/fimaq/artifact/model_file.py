@@ -40,9 +40,13 @@ def load_quantized_state(module: nn.Module, state: dict[str, Tensor]) -> None:
         for name, part in module.named_modules():
             if isinstance(part, Quantizer):
                 scale, zero_point = (state.pop(_join(name, key)).to(device) for key in ("scale", "zero_point"))
+                if not (scale.numel() and scale.is_floating_point() and scale.isfinite().all()):
+                    raise ValueError(f"{_join(name, 'scale')} does not hold finite numbers")
+                torch.broadcast_shapes(scale.shape, zero_point.shape)
                 part.set_range(scale, zero_point.to(scale.dtype))
         for name, layer in quantized_layers(module):
             bits, shape = layer.weight_quantizer.bits, layer.weight.shape
+            _check_shapes(layer.weight_quantizer, (shape[0], *(1 for _ in shape[1:])), name)
             layer.set_codes(unpack_bits(state.pop(_join(name, "weight") + PACKED), bits, shape).to(device))
             bias = state.pop(_join(name, "bias"), None)
             if bias is None and layer.bias is not None:
@@ -55,6 +59,13 @@ def load_quantized_state(module: nn.Module, state: dict[str, Tensor]) -> None:
         _load_rest(module, state)
     except (KeyError, ValueError, RuntimeError) as error:
         raise InputError(f"the stored weights do not fit this model: {error}") from None
+
+
+def _check_shapes(quantizer: Quantizer, expected: tuple[int, ...], layer: str) -> None:
+    """A scale of another shape might still broadcast against the weight, to wrong or huge results."""
+    for key, tensor in (("scale", quantizer.scale), ("zero_point", quantizer.zero_point)):
+        if tensor.shape != expected:
+            raise ValueError(f"{key} of {layer}'s weight has shape {tuple(tensor.shape)}, not {expected}")
 
 
 def _load_rest(module: nn.Module, state: dict[str, Tensor]) -> None:

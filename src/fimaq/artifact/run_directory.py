@@ -1,6 +1,7 @@
 """The run directory: everything a run leaves behind, owned by one process at a time and resumable."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -31,6 +32,10 @@ METRICS = "metrics.json"
 EVENTS = "events.jsonl"
 CHECKPOINT = "checkpoint"
 LOCK = ".lock"
+DIGEST = "digest"
+DIGEST_KIND = "sha256:"
+SECTIONS = ("settings", "model", "data", "given")
+"""Those sections of `config.json` that are objects in every run."""
 
 _ABSENT = object()
 
@@ -71,7 +76,7 @@ class RunDirectory:
             stored = _continued_config(path, given, resume, same)
             lock.sign()
             if stored is None:
-                write_json(path / CONFIG, given)
+                _write_object(path / CONFIG, given)
             complete = (path / MODEL).exists()
             _remove_leftovers(path, complete)
             return cls(path, given if stored is None else stored, complete, lock)
@@ -86,7 +91,7 @@ class RunDirectory:
         """Open a complete run for reading, without a lock: evaluation and export may run side by side."""
         if not os.path.isfile(path / CONFIG):
             raise InputError(f"{path} is not a run directory: it holds no {CONFIG}")
-        config = _read_object(path / CONFIG)
+        config = _read_config(path / CONFIG)
         if not os.path.isfile(path / MODEL):
             raise InputError(
                 f"run directory {path} is incomplete: it holds no {MODEL}; to finish it, repeat the command "
@@ -136,7 +141,7 @@ class RunDirectory:
             return []
         events = []
         for line in lines:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(line)
                 if isinstance(event, dict):
                     events.append(event)
@@ -160,14 +165,14 @@ class RunDirectory:
             raise InputError(
                 f"checkpoint cannot be used: {error}; delete that one file and resume to redo it from there"
             ) from None
-        return tensors, _decode(metadata)
+        return tensors, _decode(metadata, path)
 
     def finish(
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], metrics: Mapping[str, Any]
     ) -> None:
         """Write the results, the model last, and remove the checkpoint."""
         self._require_ownership()
-        write_json(self.path / METRICS, metrics)
+        _write_object(self.path / METRICS, metrics)
         write_tensors(self.path / MODEL, tensors, _encode(metadata))
         self.complete = True
         _remove_leftovers(self.path, complete=True)
@@ -175,17 +180,20 @@ class RunDirectory:
     def read_model(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors and the metadata given to `finish`. The tensors are on the CPU."""
         tensors, metadata = read_tensors(self.path / MODEL)
-        return tensors, _decode(metadata)
+        return tensors, _decode(metadata, self.path / MODEL)
 
     def read_metrics(self) -> dict[str, Any]:
-        """What `metrics.json` holds; empty before there is one."""
+        """What `metrics.json` holds; empty while the run has not come to it."""
         path = self.path / METRICS
+        if not path.exists() and self.complete:
+            raise InputError(f"{path} is missing, though the run is complete: `fimaq evaluate` makes a new one")
         return _read_object(path) if path.exists() else {}
 
     def update_metrics(self, values: Mapping[str, Any]) -> None:
         """Replace the given top-level entries of `metrics.json` and keep the others."""
         with brief_lock(self.path / CONFIG):
-            write_json(self.path / METRICS, {**self.read_metrics(), **values})
+            stored = self.read_metrics() if (self.path / METRICS).exists() else {}
+            _write_object(self.path / METRICS, {**stored, **values})
 
     def _stage_file(self, name: str) -> Path:
         if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
@@ -234,7 +242,7 @@ def _continued_config(
             f"{path} is not empty and not a run directory (it holds {names[0]}); "
             "choose a new or empty folder for --out"
         )
-    stored = _read_object(path / CONFIG)
+    stored = _read_config(path / CONFIG)
     if not resume and MODEL in names:
         raise InputError(f"{path} already holds a finished run; choose another --out or remove it")
     if not resume:
@@ -274,16 +282,47 @@ def _is_leftover(name: str) -> bool:
     return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
+def _write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object with a digest of the rest of it as its last entry."""
+    ready = json_ready(content)
+    write_json(path, {**ready, DIGEST: _object_digest(ready)})
+
+
 def _read_object(path: Path) -> dict[str, Any]:
+    """Without its digest, which is verified. Files written before there were digests are taken as they are."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise InputError(f"{path} is damaged: it holds a {type(content).__name__}, not an object")
+    stored = content.pop(DIGEST, None)
+    # Where the name of the digest is what was damaged, there is a digest under another name.
+    nameless = any(isinstance(value, str) and value.startswith(DIGEST_KIND) for value in content.values())
+    if nameless or (stored is not None and stored != _object_digest(content)):
+        raise InputError(
+            f"{path} is damaged: its content does not match its digest. Whoever changed it on purpose "
+            f"deletes the entry {DIGEST!r}"
+        )
     return content
+
+
+def _object_digest(content: Mapping[str, Any]) -> str:
+    return DIGEST_KIND + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A config whose sections are objects, so that readers need not ask."""
+    config = _read_object(path)
+    for name in SECTIONS:
+        if not isinstance(config.get(name, {}), dict):
+            raise InputError(f"{path} is damaged: {name!r} is not an object")
+    return config
 
 
 def _encode(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {key: json.dumps(json_ready(value), allow_nan=False) for key, value in metadata.items()}
 
 
-def _decode(metadata: Mapping[str, str]) -> dict[str, Any]:
-    return {key: json.loads(value) for key, value in metadata.items()}
+def _decode(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+    try:
+        return {key: json.loads(value) for key, value in metadata.items()}
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: its metadata is not JSON ({error})") from None

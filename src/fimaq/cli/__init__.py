@@ -1,7 +1,11 @@
 """The `fimaq` command: one file per sub-command, errors turned into exit codes here."""
 
+import contextlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -50,7 +54,8 @@ def main() -> None:
     app.command("fisher")(fisher.fisher)
     app.command("list")(listing.listing)
     try:
-        app()
+        with _stopped_as_by_ctrl_c():
+            app()
     except InputError as error:
         _fail(error, BAD_INPUT)
     except FimaqError as error:
@@ -62,6 +67,26 @@ def main() -> None:
         raise
     except OSError as error:
         _fail(error, FAILED)
+
+
+@contextlib.contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, by which schedulers and containers stop a run, ends it as Ctrl-C does: tidily, exit 130."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if ours:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _fail(error: BaseException, code: int) -> None:

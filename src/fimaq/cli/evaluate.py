@@ -91,7 +91,7 @@ def evaluate_run(
         preprocessing = replace(preprocessing, crop_pct=crop_pct)
     progress.note(f"preprocessing: {preprocessing.describe()}")
     cfg = getattr(quantized, "pretrained_cfg", None)
-    classes = directory.config["model"]["num_classes"]
+    classes = directory.config["model"].get("num_classes") or getattr(quantized, "num_classes", 0)
     dataset, mapping = validation_set(folder, classes, build_transform(preprocessing), class_map, cfg, val_size)
     progress.note(f"validation: {len(dataset)} images, classes by {mapping.source}")
     models = {"quantized": quantized}
@@ -111,7 +111,7 @@ def full_precision(config: dict[str, Any], weights: Path | None, progress: Any) 
     from fimaq.models.build import build_model
 
     described, given = config["model"], config["given"]
-    path = weights or (Path(given["weights"]) if given["weights"] else None)
+    path = weights or (Path(str(given["weights"])) if given.get("weights") else None)
     try:
         model = build_model(described["name"], path, described["num_classes"], described["args"])
     except InputError as error:
@@ -119,7 +119,7 @@ def full_precision(config: dict[str, Any], weights: Path | None, progress: Any) 
             raise
         progress.note(f"full precision is left out: {error}")
         return None
-    if tensor_fingerprint(sorted(model.state_dict().items())) != described["weights"]:
+    if tensor_fingerprint(sorted(model.state_dict().items())) != described.get("weights"):
         raise InputError(
             f"the full-precision weights ({path or 'pretrained'}) are not those the run was made from"
         )

@@ -10,6 +10,7 @@ import typer
 
 from fimaq.cli import options
 from fimaq.config import Config
+from fimaq.errors import InputError
 
 if TYPE_CHECKING:
     from fimaq.ranks import Ranks
@@ -99,10 +100,13 @@ def quantize(
     if as_json:
         json.dump({"run": str(out), **metrics}, sys.stdout)
         sys.stdout.write("\n")
-    else:
+        return
+    try:
         if settings.task == "detection" and "accuracy" in metrics:
             print_average_precision(metrics.pop("accuracy"))
         _print_summary(out, metrics, "object or not" if settings.task == "detection" else "top-1")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # those of a run found finished
+        raise InputError(f"{out}/metrics.json is damaged: {type(error).__name__} {error}") from None
 
 
 def run_classification(config: Config, out: Path, resume: bool, progress: Any, ranks: "Ranks") -> dict[str, Any]:
@@ -117,7 +121,6 @@ def run_classification(config: Config, out: Path, resume: bool, progress: Any, r
         validation_batches,
         validation_set,
     )
-    from fimaq.errors import InputError
     from fimaq.models.build import build_model
     from fimaq.pipeline import choose_device, load, run_quantization
 

@@ -83,6 +83,7 @@ def stored_metrics(path: Path, config: Config) -> dict[str, Any] | None:
     try:
         directory = RunDirectory.open_existing(path)
         metrics = directory.read_metrics()
+        measures_of(metrics)
     except InputError:
         return None
     known = {
@@ -148,13 +149,13 @@ def _run_cell(cell: Cell, out: Path, run: RunCell, progress: Silent) -> CellResu
     _forget_peak_memory()
     try:
         metrics = run(cell.config, out / RUNS / cell.name, True, progress)
+        return CellResult(cell.name, cell.labels, measures_of(metrics))
     except FimaqError as error:
         return CellResult(cell.name, cell.labels, error=str(error))
     except Exception as error:  # whatever it is, the other cells are still wanted
         if os.environ.get("FIMAQ_TRACEBACK"):
             raise
         return CellResult(cell.name, cell.labels, error=f"{type(error).__name__}: {error}")
-    return CellResult(cell.name, cell.labels, measures_of(metrics))
 
 
 def _forget_peak_memory() -> None:
@@ -181,8 +182,9 @@ def _check_folder(out: Path, suite: Suite) -> None:
 
 def _comparable(value: Any, key: str) -> Any:
     """Paths are compared as places, tuples as lists."""
-    if key in ("calib", "val", "weights", "class_map") and value is not None:
-        return str(Path(value).resolve())
+    if key in ("calib", "val", "weights", "class_map") and isinstance(value, str):
+        with contextlib.suppress(ValueError, OSError, RuntimeError):  # not a possible path: equal only as text
+            return str(Path(value).resolve())
     if isinstance(value, list | tuple):
         return [_comparable(item, "") for item in value]
     if isinstance(value, dict):

@@ -6,6 +6,7 @@ Everything that can be wrong with it is found here, before the first run starts.
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from fimaq.errors import InputError
 
 SECTIONS = ("title", "settings", "grid", "models", "rows", "columns", "overview")
 NAMED_FIRST = ("model", "bits", "method")
+MOST_CELLS = 10_000
+LONGEST_NAME = 200
+"""Characters in a cell's name, which names a folder; the names of files in it are short."""
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
 Folders = Callable[[str | Path | None, str | None], Mapping[str, Any]]
@@ -146,6 +150,8 @@ def _suite(name: str, content: Mapping[str, Any], quick: bool) -> Suite:
         {key: value if isinstance(value, list) else [value] for key, value in _fields(part, "grid").items()}
         for part in parts
     ]
+    if sum(math.prod(map(len, grid.values())) for grid in grids) > MOST_CELLS:
+        raise InputError(f"suite {name} has more than {MOST_CELLS} cells: leave values of its grid out")
     empty = [key for grid in grids for key, values in grid.items() if not values]
     if empty:
         raise InputError(f"grid.{empty[0]} of suite {name} is an empty list: give at least one value")
@@ -234,7 +240,7 @@ def _readable_name(label: str, config: Config, point: Mapping[str, Any]) -> str:
     others = [key for key in Config.model_fields if key in point and key not in (*NAMED_FIRST, "seed")]
     described = [f"{key.replace('_', '-')}-{_shown(config, key)}" for key in others]
     parts = [label, config.bits, config.method, *described, f"seed-{config.seed}"]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).lstrip(".-")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).lstrip(".-")[:LONGEST_NAME]
 
 
 def _distinct(cells: list[Cell]) -> list[Cell]:

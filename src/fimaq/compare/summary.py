@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fimaq.errors import InputError
+
 GIGABYTE = 1e9
 
 
@@ -77,6 +79,13 @@ def measures_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
     KL is that on validation images; without any, and for detectors, that on calibration images.
     """
+    try:
+        return _measures(metrics)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(f"the metrics are damaged: {type(error).__name__} {error}") from None
+
+
+def _measures(metrics: Mapping[str, Any]) -> dict[str, float]:
     accuracy = metrics.get("accuracy") or {}
     found: dict[str, float] = {}
     for key, path in ACCURACIES.items():

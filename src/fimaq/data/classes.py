@@ -117,7 +117,7 @@ def _by_class_map(folders: Sequence[str], num_classes: int, class_map: Mapping[s
 def _read_class_map(path: Path) -> Mapping[str, Any]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f'class map {path} cannot be read as JSON ({{"folder": index}}): {error}') from None
     if not isinstance(entries, dict):
         raise InputError(f'class map {path} must hold {{"folder": index}}, not a {type(entries).__name__}')

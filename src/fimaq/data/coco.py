@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fimaq.data.folder import list_images
+from fimaq.data.image import FORMATS, open_file
 from fimaq.errors import InputError
 
 _KEYS = "the lists 'images', 'annotations' and 'categories'"
@@ -127,7 +128,7 @@ class _Parts:
             content = json.loads(path.read_bytes())
         except OSError as error:
             raise self.error(f"cannot be read ({error.strerror}): expected a COCO instances file") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.error(f"is not JSON ({error}): expected a COCO instances file") from None
         if not isinstance(content, dict):
             raise self.error(f"holds a {type(content).__name__}: expected an object with {_KEYS}")
@@ -187,7 +188,7 @@ def _image(parts: _Parts, record: dict[str, Any], id: int, folder: Path) -> Coco
     path = folder / file_name
     try:
         # Only the header is read. Its size is that of the stored pixels, before any EXIF rotation.
-        with Image.open(path) as file:
+        with open_file(path) as stream, Image.open(stream, formats=FORMATS) as file:
             size = file.size
     except FileNotFoundError:
         raise parts.error(f"{name} is {file_name!r}, but {path} does not exist: add it or drop {name}") from None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from fimaq.config import LARGEST_IMAGE
 from fimaq.data.image import load_image
 from fimaq.errors import InputError
 
@@ -43,9 +44,13 @@ class DetectionPreprocessing:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DetectionPreprocessing":
         try:
-            return cls(int(values["short"]), int(values["long"]), tuple(values["mean"]), tuple(values["std"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"the run's preprocessing {dict(values)} is not a detector's: {error}") from None
+            edges = (int(values["short"]), int(values["long"]))
+            if not 1 <= edges[0] <= edges[1] <= LARGEST_IMAGE:
+                raise ValueError(f"edges of {edges} pixels")
+            mean, std = (tuple(float(value) for value in values[key]) for key in ("mean", "std"))
+            return cls(*edges, mean, std)
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"the run's preprocessing {values!r:.200} is not a detector's: {error}") from None
 
     def describe(self) -> str:
         return (

@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fimaq.data.image import UnreadableImage, load_image
+from fimaq.data.image import UnreadableImage, load_image, open_file
 from fimaq.data.ordered import default_workers, map_in_order
 from fimaq.data.preprocess import Transform
 from fimaq.errors import InputError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 BATCHES_AHEAD = 3
+MOST_UNEVEN = 100
+"""How many times as long as wide an image may be. Its short edge is scaled to the model's input and its long one
+with it, so that a line of pixels in a small file would become gigabytes."""
 
 OnSkip = Callable[[Path, str], None]
 """Called with an unreadable file and the reason it was skipped."""
@@ -134,13 +137,25 @@ def load_calibration(
 def _decode(path: Path, transform: Transform) -> _Decoded | UnreadableImage:
     """The transformed image and its file's sha256, from one read of the file."""
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read()
     except OSError as error:
         return UnreadableImage(path, error.strerror or str(error))
-    try:
-        return _Decoded(transform(load_image(path, io.BytesIO(content))), hashlib.sha256(content).digest())
     except UnreadableImage as error:
         return error
+    try:
+        image = _transformed(path, transform, io.BytesIO(content))
+        return _Decoded(image, hashlib.sha256(content).digest())
+    except UnreadableImage as error:
+        return error
+
+
+def _transformed(path: Path, transform: Transform, stream: IO[bytes] | None = None) -> Tensor:
+    image = load_image(path, stream)
+    if max(image.size) > MOST_UNEVEN * min(image.size):
+        size = f"{image.width}x{image.height} pixels"
+        raise UnreadableImage(path, f"{size}: one edge is more than {MOST_UNEVEN} times as long as the other")
+    return transform(image)
 
 
 def _too_few(folder: Path, size: int, found: int, skipped: Sequence[tuple[Path, str]]) -> str:
@@ -175,7 +190,7 @@ class ValidationSet(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, target = self.samples[index]
-        return self.transform(load_image(path)), target
+        return _transformed(path, self.transform), target
 
 
 class ValidationBatch(NamedTuple):

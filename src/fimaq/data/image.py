@@ -1,5 +1,6 @@
 """Reading one image file into 8-bit RGB, whatever it was stored as."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO
 
@@ -7,6 +8,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from fimaq.errors import FimaqError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "PPM", "GIF")
+"""What a file may be, whatever its name. Pillow knows others, some of which it hands to other programs (EPS)."""
+MOST_BYTES = 2**30
+"""A larger file is not read: it would have to fit into memory."""
 
 
 class UnreadableImage(FimaqError):  # noqa: N818 (a condition that callers count and skip, seldom an error)
@@ -25,10 +31,13 @@ def load_image(path: Path, stream: IO[bytes] | None = None) -> Image.Image:
     rotation is ignored, as ImageNet evaluations do. Anything undecodable raises UnreadableImage.
     """
     try:
-        with Image.open(path if stream is None else stream) as image:
+        source = open_file(path) if stream is None else nullcontext(stream)
+        with source as opened, Image.open(opened, formats=FORMATS) as image:
             _refuse_bomb(image)
             return _to_rgb(image)
     except MemoryError:
+        raise
+    except UnreadableImage:
         raise
     except UnidentifiedImageError:
         raise UnreadableImage(path, "not an image in a known format") from None
@@ -36,6 +45,15 @@ def load_image(path: Path, stream: IO[bytes] | None = None) -> Image.Image:
     # files; there is no common class, and one bad file must not end a run.
     except Exception as error:
         raise UnreadableImage(path, str(error) or type(error).__name__) from None
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """An image's bytes. What is no file, such as a pipe, which may never end, is not opened."""
+    if path.exists() and not path.is_file():
+        raise UnreadableImage(path, "not a file")
+    if path.exists() and path.stat().st_size > MOST_BYTES:
+        raise UnreadableImage(path, f"more than {MOST_BYTES} bytes")
+    return path.open("rb")
 
 
 def _refuse_bomb(image: Image.Image) -> None:

@@ -1,5 +1,6 @@
 """From an image to a model's input: the evaluation transform of the model's own timm data config."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -15,6 +16,8 @@ Transform = Callable[[Image.Image], Tensor]
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
+LARGEST_INPUT = 2**14
+"""Pixels at an edge."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Preprocessing:
             raise InputError(
                 f"input_size {self.input_size} is not (3, height, width): only RGB models are supported"
             )
+        if max(self.input_size) > LARGEST_INPUT:
+            raise InputError(f"input_size {self.input_size} is larger than {LARGEST_INPUT}, the most that is read")
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != 3:
                 raise InputError(f"{name} {values} must hold 3 values, one per RGB channel")
@@ -56,13 +61,20 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Preprocessing":
-        """The inverse of `as_dict`. A missing or unknown key is an InputError that names it."""
+        """The inverse of `as_dict`, from a file: whatever it could not have given is an InputError."""
+        if not isinstance(values, Mapping):
+            raise InputError(f"preprocessing is {values!r:.80}, not an object")
         known = {field.name for field in fields(cls)}
         if wrong := sorted(known.symmetric_difference(values)):
             raise InputError(f"preprocessing must have exactly the keys {sorted(known)}; check {', '.join(wrong)}")
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
         }
+        for name, expected in (("input_size", int), ("mean", int | float), ("std", int | float)):
+            if not isinstance(plain[name], tuple) or not all(_is_number(v, expected) for v in plain[name]):
+                raise InputError(f"preprocessing: {name} is {plain[name]!r:.80}, not a list of numbers")
+        if not _is_number(plain["crop_pct"], int | float):
+            raise InputError(f"preprocessing: crop_pct is {plain['crop_pct']!r:.80}, not a number")
         return cls(**plain)
 
     def describe(self) -> str:
@@ -71,6 +83,11 @@ class Preprocessing:
         mode = "" if self.crop_mode == "center" else f" ({self.crop_mode})"
         mean, std = (f"({', '.join(f'{value:g}' for value in values)})" for values in (self.mean, self.std))
         return f"{size}, {self.interpolation}, crop_pct {self.crop_pct}{mode}, mean {mean}, std {std}"
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    """bool is an int to Python, but no number in a file."""
+    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def resolve_preprocessing(

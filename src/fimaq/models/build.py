@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from fimaq.errors import InputError
 
+RESERVED = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
+"""Arguments of timm.create_model by which a run's config.json could have files loaded, pickles among them."""
+
 
 def build_model(
     name: str, weights: Path | None = None, num_classes: int | None = None, args: dict[str, Any] | None = None
@@ -33,6 +36,8 @@ def build_architecture(
 ) -> nn.Module:
     """As `build_model`, with timm's pretrained weights or none."""
     options = dict(args or {})
+    if reserved := sorted(RESERVED & options.keys()):
+        raise InputError(f"model argument {reserved[0]!r} is not taken: it would make timm read other files")
     if num_classes is not None:
         options["num_classes"] = num_classes
     if not timm.is_model(name.split(".")[0].removeprefix("hf-hub:")) and not name.startswith("hf-hub:"):

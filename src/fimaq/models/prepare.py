@@ -1,5 +1,6 @@
 """From a trained model to one whose every heavy operator can be quantized, all quantizers still off."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from fimaq.quant.layers import QuantLinear, QuantMatMul, can_convert, convert_la
 
 FIRST_LAYER_BITS = 8
 """The image itself is quantized to 8 bits whatever the setting: it arrives as bytes."""
+MOST_PRODUCTS = 256
+"""In one module; a file that claims more is damaged."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,29 @@ class Structure:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Structure":
+        """The inverse of `as_dict`, from a file: anything that `as_dict` would not give is a ValueError."""
+        try:
+            structure = cls._from_dict(values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it has no such form ({type(error).__name__}: {error})") from None
+        bits = [*itertools.chain(*structure.layers.values()), *(bits for _, bits in structure.products.values())]
+        counts = [count for count, _ in structure.products.values()]
+        columns = [count for channels in structure.divided.values() for count in channels.values()]
+        if not all(2 <= number <= 8 for number in bits):
+            raise ValueError("bits are not from 2 to 8")
+        if not all(1 <= count <= MOST_PRODUCTS for count in counts) or not all(count >= 1 for count in columns):
+            raise ValueError("a number of products or columns is not possible")
+        return structure
+
+    @classmethod
+    def _from_dict(cls, values: dict[str, Any]) -> "Structure":
         return cls(
             {name: (int(w), int(a)) for name, (w, a) in values["layers"].items()},
             {name: (int(n), int(b)) for name, (n, b) in values["products"].items()},
             list(values["stayed_float"]),
             list(values["rescaled"]),
             {
-                layer: {int(c): n for c, n in columns.items()}
+                layer: {int(c): int(n) for c, n in columns.items()}
                 for layer, columns in values.get("divided", {}).items()
             },
             {name: float(offset) for name, offset in values.get("exact", {}).items()},

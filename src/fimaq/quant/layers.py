@@ -103,6 +103,10 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     @torch.no_grad()
     def divide(self, columns: dict[int, int]) -> None:
         """Give input channels several columns each, instead of one: channel -> how many."""
+        if not all(0 <= channel < self.in_features for channel in columns):
+            raise ValueError(f"{max(columns)} is not one of {self.in_features} channels")
+        if sum(columns.values()) - len(columns) > self.in_features:
+            raise ValueError("more columns would be added than there are channels")
         added = [channel for channel, count in columns.items() for _ in range(count - 1)]
         channels = [*range(self.in_features), *added]
         shares = [1 / columns.get(channel, 1) for channel in channels]
@@ -201,6 +205,8 @@ QUANTIZED = (QuantLinear, QuantConv2d, QuantMatMul)
 
 def convert_layer(layer: nn.Module, weight_bits: int, input_bits: int) -> None:
     """Turn an nn.Linear or nn.Conv2d into its quantized form, in place, quantizers off."""
+    if not isinstance(layer, nn.Linear | nn.Conv2d):
+        raise TypeError(f"a {type(layer).__name__} is neither Linear nor Conv2d")
     layer.__class__ = QuantLinear if isinstance(layer, nn.Linear) else QuantConv2d
     assert isinstance(layer, QuantizedLayer)
     layer._attach_quantizers(weight_bits, input_bits)

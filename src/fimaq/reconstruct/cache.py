@@ -4,13 +4,16 @@ Each list of tensors lives on the GPU while it fits there, else in pinned host m
 the operating system pages in; `places` says which. Rows come back on the compute device whatever the place.
 """
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fimaq.errors import FimaqError
 from fimaq.ranks import ALONE, Ranks
 from fimaq.reconstruct.memory import SHARE, free_bytes
 
@@ -52,13 +55,13 @@ class ActivationCache:
         self.drop(name)
         size = sum(self.held * shape.numel() for shape in shapes) * dtype.itemsize
         on_gpu = self.device.type == "cuda"
-        if on_gpu and self._fits("GPU", size):
-            place = "GPU"
-            tensors = [torch.empty(self.held, *s, dtype=dtype, device=self.device) for s in shapes]
-        elif self._fits(host := PINNED if on_gpu else "host memory", size):
-            place = host
-            tensors = [torch.empty(self.held, *s, dtype=dtype, pin_memory=on_gpu) for s in shapes]
-        else:
+        host = PINNED if on_gpu else "host memory"
+        tensors: list[Tensor] | None = None
+        if on_gpu and self._fits(place := "GPU", size):
+            tensors = self._in_memory(shapes, dtype, device=self.device)
+        if tensors is None and self._fits(place := host, size):
+            tensors = self._in_memory(shapes, dtype, pin_memory=on_gpu)
+        if tensors is None:
             place = "disk"
             tensors = [self._on_disk(name, s, dtype) for s in shapes]
         self.places[name] = place
@@ -107,13 +110,30 @@ class ActivationCache:
         sharing = 1 if place == "GPU" else self.ranks.neighbours
         return held + taken(size) <= limit and taken(size) < FREE_SHARE * free / sharing
 
+    def _in_memory(self, shapes: Sequence[torch.Size], dtype: torch.dtype, **where: Any) -> list[Tensor] | None:
+        """None where there is less room than it seemed: others use the same memory, and it may be in pieces."""
+        try:
+            return [torch.empty(self.held, *s, dtype=dtype, **where) for s in shapes]
+        except (torch.OutOfMemoryError, MemoryError):
+            return None
+        except RuntimeError as error:  # what the host's allocators raise has no class of its own
+            if "memory" not in str(error):
+                raise
+            return None
+
     def _on_disk(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         folder = self.folder or Path(tempfile.gettempdir())
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="cache-", suffix=".bin", delete=False) as file:
-            path = Path(file.name)
-        self._files.setdefault(name, []).append(path)
         count = self.held * shape.numel()
+        # Named like any other file in the making: where a kill leaves it behind, resuming removes it.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".cache-", suffix=".partial", delete=False) as file:
+            path = Path(file.name)
+            self._files.setdefault(name, []).append(path)
+            try:  # now, since a full disk that is noticed later, through the mapping, ends the process
+                os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))
+            except OSError as error:
+                self.drop(name)
+                raise FimaqError(f"activations do not fit on disk in {folder}: {error.strerror}") from error
         return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(self.held, *shape)
 
 

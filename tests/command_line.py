@@ -17,7 +17,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fimaq import cli
 
@@ -109,6 +109,18 @@ class World:
         for name, value in ARGUMENTS.items():
             line += ["--model-arg", f"{name}={value}"]
         return [*line, *more]
+
+
+def make_world(folder: Path) -> World:
+    """The tiny model's weights and its images, written into `folder`."""
+    save_file(tiny_model().state_dict(), folder / "tiny.safetensors")
+    generator = np.random.default_rng(0)
+    for number in range(10):
+        write_image(folder / "data" / "train" / f"{number:02d}.jpg", COLOURS[number % 4], generator)
+    for label in range(CLASSES):
+        for number in range(3):
+            write_image(folder / "data" / "val" / str(label) / f"{number}.jpg", COLOURS[label], generator)
+    return World(folder / "tiny.safetensors", folder / "data")
 
 
 def assert_refused(outcome: Outcome, *named: str) -> None:
