@@ -1,6 +1,7 @@
 """From a trained model to one whose every heavy operator can be quantized, all quantizers still off."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -56,6 +57,8 @@ class Structure:
             raise ValueError("bits are not from 2 to 8")
         if not all(1 <= count <= MOST_PRODUCTS for count in counts) or not all(count >= 1 for count in columns):
             raise ValueError("a number of products or columns is not possible")
+        if not all(0 < offset < math.inf for offset in structure.exact.values()):
+            raise ValueError("an offset of a grid is not a positive number")
         return structure
 
     @classmethod
