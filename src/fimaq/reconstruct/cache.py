@@ -16,7 +16,7 @@ from fimaq.reconstruct.memory import SHARE, free_bytes
 FREE_SHARE = 0.6
 """Of the free memory in a place, the largest part that one list of tensors may take."""
 
-PINNED = "pinned host memory"
+GPU, PINNED, HOST, DISK = "GPU", "pinned host memory", "host memory", "disk"
 
 
 class ActivationCache:
@@ -46,19 +46,21 @@ class ActivationCache:
     def allocate(self, name: str, shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
         """Make room for one tensor (count, *shape) per shape, in place of what `name` held before."""
         self.drop(name)
-        size = sum(self.count * shape.numel() for shape in shapes) * dtype.itemsize
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and self._fits("GPU", size):
-            place = "GPU"
+        place = self.place_for(sum(self.count * shape.numel() for shape in shapes) * dtype.itemsize)
+        if place == GPU:
             tensors = [torch.empty(self.count, *s, dtype=dtype, device=self.device) for s in shapes]
-        elif self._fits(host := PINNED if on_gpu else "host memory", size):
-            place = host
-            tensors = [torch.empty(self.count, *s, dtype=dtype, pin_memory=on_gpu) for s in shapes]
-        else:
-            place = "disk"
+        elif place == DISK:
             tensors = [self._on_disk(name, s, dtype) for s in shapes]
+        else:
+            tensors = [torch.empty(self.count, *s, dtype=dtype, pin_memory=place == PINNED) for s in shapes]
         self.places[name] = place
         self._tensors[name] = tensors
+
+    def place_for(self, size: int) -> str:
+        """Where one more list of `size` bytes goes."""
+        on_gpu = self.device.type == "cuda"
+        places = (GPU, PINNED) if on_gpu else (HOST,)
+        return next((place for place in places if self._fits(place, size)), DISK)
 
     def write(self, name: str, start: int, rows: Sequence[Tensor]) -> None:
         """Store rows for the images from `start` on, allocating on the first write."""
@@ -96,11 +98,18 @@ class ActivationCache:
 
     def _fits(self, place: str, size: int) -> bool:
         """Whether one more list of `size` bytes may be held there."""
-        taken = _pinned_bytes if place == PINNED else int
-        held = sum(taken(t.nbytes) for n, ts in self._tensors.items() for t in ts if self.places[n] == place)
-        free = free_bytes(self.device if place == "GPU" else torch.device("cpu"))
+        wanted = _pinned_bytes(size) if place == PINNED else size
         limit = self.host_limit if place == PINNED else self.limit
-        return held + taken(size) <= limit and taken(size) < FREE_SHARE * free
+        return self.held(place) + wanted <= limit and wanted < FREE_SHARE * self.free(place)
+
+    def held(self, place: str) -> int:
+        """Bytes of memory that all lists take in a place."""
+        taken = _pinned_bytes if place == PINNED else int
+        return sum(taken(t.nbytes) for n, ts in self._tensors.items() for t in ts if self.places[n] == place)
+
+    def free(self, place: str) -> int:
+        """Bytes of memory that nothing uses in a place."""
+        return free_bytes(self.device if place == GPU else torch.device("cpu"))
 
     def _on_disk(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         folder = self.folder or Path(tempfile.gettempdir())
