@@ -23,8 +23,9 @@ REFRESH_PER_MEBIBYTE = 0.0098 / 1024
 REFRESH_SLOWER = {"bf16": 1.0, "tf32": 1.0, "fp32": 1.6}
 SEARCH_PER_TOKEN_BYTE = 8.4 / MEBIBYTE
 """For each byte that the unit's layers read per token; how many tokens are looked at is bounded."""
-SEARCH_BOUNDED = 4.5
-"""How much longer a range search takes that keeps on the host what it looks at: with a memory budget."""
+SEARCH_BOUNDED, REFRESH_BOUNDED = 4.5, 1.9
+"""How much longer both take with a memory budget: what a search looks at is kept on the host, and fewer images go
+through a suffix at a time."""
 SETUP_SECONDS = 5.0
 
 SUFFIX_SHARE, RECORDED_SHARE, WORK_BYTES = 0.81, 1.70, 0.72 * GIBIBYTE
@@ -45,7 +46,8 @@ def refresh_seconds(sizes: Sizes, index: int, config: Config) -> float:
     """One Fisher refresh at unit `index`."""
     images = min(config.fisher_size or config.calib_size, config.calib_size)
     per_image = REFRESH_PER_MEBIBYTE * sizes.saved_behind(index) / MEBIBYTE
-    return images * per_image * REFRESH_SLOWER[config.precision]
+    longer = 1.0 if config.memory_budget is None else REFRESH_BOUNDED
+    return longer * images * per_image * REFRESH_SLOWER[config.precision]
 
 
 def search_seconds(unit: UnitSize, config: Config) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fimaq.calibrate.search import CHUNK_ELEMENTS
 from fimaq.config import FISHER_METHODS, Config
 from fimaq.models.build import build_architecture
 from fimaq.models.units import UnitChain
@@ -20,8 +21,9 @@ from fimaq.reconstruct.plan import UnitPlan, plan
 GIBIBYTE = 2**30
 CPU_LIBRARIES = 0.6 * GIBIBYTE
 """What a process takes with PyTorch loaded, before there is a model."""
-CPU_SEARCH = 0.35 * GIBIBYTE
-"""Candidates of a range search and what else is small."""
+CPU_REST = 0.1 * GIBIBYTE
+SEARCH_COPIES, SEARCH_CANDIDATES = 6, 88
+"""Tensors of its largest size that a range search holds, and candidates it tries together if they are small."""
 COPIES = 3
 """Of the weights on the host: the model, the one that is quantized, and the roundings and gradients of a unit."""
 H200_BYTES = 139 * GIBIBYTE
@@ -121,12 +123,11 @@ def _host_bytes(sizes: Sizes, lists: Forecast, sweep: int, config: Config, devic
         bounded = looked_at if config.memory_budget is not None else 0
         return int(fitted.HOST_LIBRARIES + kept + lists.on_host + bounded)
     suffixes = [sweep * sizes.saved_behind(i) if _refreshed(config) else 0.0 for i in range(len(sizes.units))]
-    learning = [
-        held[HOST] + suffix + (looked_at if not suffix else 0.0)
-        for held, suffix in zip(lists.while_learning, suffixes, strict=True)
+    working = [
+        held[HOST] + max(suffix, looked_at) for held, suffix in zip(lists.while_learning, suffixes, strict=True)
     ]
-    searching = [held[HOST] + looked_at for held in lists.while_learning]
-    return int(CPU_LIBRARIES + CPU_SEARCH + kept + max(lists.on_host, *learning, *searching))
+    tried = SEARCH_COPIES * min(4 * CHUNK_ELEMENTS, SEARCH_CANDIDATES * looked_at)
+    return int(CPU_LIBRARIES + CPU_REST + tried + kept + max(lists.on_host, *working))
 
 
 def _refreshed(config: Config) -> bool:
