@@ -35,6 +35,12 @@ def compare(
     precision: options.Precision = None,
     memory_budget: options.MemoryBudget = None,
     host_budget: options.HostBudget = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Run cells side by side with Ray, on this machine.")] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(help="The same on a running Ray cluster: HOST:PORT, or auto for the one here.")
+    ] = None,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Ray: cells that share a GPU.")] = 1,
+    cpus_per_cell: Annotated[int, typer.Option(min=1, help="Ray: cores, and threads, of one cell.")] = 1,
     as_json: options.AsJson = False,
 ) -> None:
     """Quantize a grid of models, bits, methods and seeds, and write one table of them all.
@@ -46,7 +52,8 @@ def compare(
     """
     from fimaq.cli.detection import USUAL
     from fimaq.cli.values import folder_settings
-    from fimaq.compare.runner import run_suite
+    from fimaq.compare.ray_tasks import RayUse, on_ray, require_ray
+    from fimaq.compare.runner import one_by_one, run_suite
     from fimaq.compare.suite import expand, read_suite
     from fimaq.errors import FimaqError
     from fimaq.progress import for_terminal
@@ -61,9 +68,13 @@ def compare(
         given=given,
         weights_dir=weights_dir,
     )
-    _check_cells([cell.config for cell in cells])
+    with_ray = ray or ray_address is not None
+    if with_ray:
+        require_ray(ray_address)
+    _check_cells([cell.config for cell in cells], with_ray)
+    work = on_ray(_run, RayUse(ray_address, per_gpu, cpus_per_cell)) if with_ray else one_by_one(_run)
     with for_terminal() as progress:
-        report = run_suite(wanted, cells, out, _run, progress)
+        report = run_suite(wanted, cells, out, work, progress)
     if as_json:
         json.dump({"out": str(out), **report}, sys.stdout)
         sys.stdout.write("\n")
@@ -86,8 +97,11 @@ def _run(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, An
     return run_classification(config, out, resume, progress, ALONE)
 
 
-def _check_cells(configs: Sequence[Config]) -> None:
-    """Mistakes that would make every run of a model fail, found before the first one starts."""
+def _check_cells(configs: Sequence[Config], with_ray: bool) -> None:
+    """Mistakes that would make every run of a model fail, found before the first one starts.
+
+    With Ray a GPU may be anywhere in the cluster, so that this machine need not have one.
+    """
     import timm
 
     from fimaq.artifact.scalars import require_tensorboard
@@ -98,7 +112,8 @@ def _check_cells(configs: Sequence[Config]) -> None:
     if any(config.tensorboard for config in configs):
         require_tensorboard()
     for config in configs:
-        choose_device(config.device)
+        if not (with_ray and config.device.startswith("cuda")):
+            choose_device(config.device)
         if config.calib is None:
             raise InputError(
                 "no calibration images were given: use --data DIR (with train/ inside) or --calib DIR"

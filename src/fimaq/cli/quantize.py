@@ -64,6 +64,9 @@ def quantize(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys; flags win.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    predicted: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what time and memory the run would take; write nothing.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Quantize a model with the help of unlabelled images.
@@ -76,6 +79,7 @@ def quantize(
     """
     from fimaq.artifact.scalars import require_tensorboard
     from fimaq.cli.detection import print_average_precision, run_detection
+    from fimaq.cli.dry_run import dry_run
     from fimaq.cli.values import build_config, parse_pairs, parse_value
     from fimaq.errors import InputError
     from fimaq.progress import Silent, for_terminal
@@ -86,6 +90,10 @@ def quantize(
         flags["model_args"] = parse_pairs(model_arg, "--model-arg") if model_arg else None
         flags["image_size"] = None if image_size is None else parse_value(image_size)
         settings = build_config(flags, config, data)
+        if predicted:
+            if ranks.rank == 0:
+                dry_run(settings, as_json)
+            return
         if settings.tensorboard:
             require_tensorboard()
         with for_terminal() if ranks.rank == 0 else Silent() as progress:

@@ -1,10 +1,10 @@
-"""Running the cells of a suite one after the other, and keeping the tables up to date."""
+"""Running the cells of a suite, one after the other or otherwise, and keeping the tables up to date."""
 
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,24 @@ RunCell = Callable[[Config, Path, bool, Silent], dict[str, Any]]
 """(configuration, run directory, resume, progress) -> metrics: what `fimaq quantize` calls."""
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A cell that has to be run, its place among all cells (from 1), and its run directory."""
+
+    cell: Cell
+    number: int
+    of: int
+    path: Path
+
+    @property
+    def title(self) -> str:
+        return f"cell {self.number} of {self.of}"
+
+
+Work = Callable[[Sequence[Waiting], Silent], Iterator[CellResult]]
+"""Runs cells, in any order and place, and gives what became of each as soon as it is known."""
+
+
 class Numbered(Silent):
     """Another progress display, told which cell the work belongs to."""
 
@@ -47,7 +65,7 @@ class Numbered(Silent):
         self.shown.report(replace(facts, within=self.prefix))
 
 
-def run_suite(suite: Suite, cells: Sequence[Cell], out: Path, run: RunCell, progress: Silent) -> dict[str, Any]:
+def run_suite(suite: Suite, cells: Sequence[Cell], out: Path, work: Work, progress: Silent) -> dict[str, Any]:
     """Run what is not finished in `out`, rewrite the tables after each cell, and return what compare.json holds.
 
     A cell that fails is recorded and the rest goes on. An interruption passes through; running again resumes.
@@ -63,16 +81,29 @@ def run_suite(suite: Suite, cells: Sequence[Cell], out: Path, run: RunCell, prog
     progress.note(f"{suite.title}: {len(cells)} cells" + (f", {finished} finished already" if finished else ""))
     (out / RUNS).mkdir(parents=True, exist_ok=True)
     report = write_report(suite, list(results.values()), out)
-    for number, cell in enumerate(cells, 1):
-        if stored[cell.name] is not None:
-            continue
-        progress.note(f"cell {number} of {len(cells)}: {cell.name}")
-        results[cell.name] = _run_cell(cell, out, run, Numbered(progress, f"cell {number}/{len(cells)}"))
-        error = results[cell.name].error
-        if error is not None:
-            progress.note(f"cell {number} of {len(cells)} failed: {error}")
+    waiting = [
+        Waiting(cell, number, len(cells), out / RUNS / cell.name)
+        for number, cell in enumerate(cells, 1)
+        if stored[cell.name] is None
+    ]
+    titles = {one.cell.name: one.title for one in waiting}
+    for result in work(waiting, progress):
+        results[result.name] = result
+        if result.error is not None:
+            progress.note(f"{titles[result.name]} failed: {result.error}")
         report = write_report(suite, list(results.values()), out)
     return report
+
+
+def one_by_one(run: RunCell) -> Work:
+    """Run each cell in this process, in the order given."""
+
+    def work(waiting: Sequence[Waiting], progress: Silent) -> Iterator[CellResult]:
+        for one in waiting:
+            progress.note(f"{one.title}: {one.cell.name}")
+            yield run_cell(one, run, Numbered(progress, f"cell {one.number}/{one.of}"))
+
+    return work
 
 
 def stored_metrics(path: Path, config: Config) -> dict[str, Any] | None:
@@ -145,10 +176,12 @@ def write_report(suite: Suite, results: Sequence[CellResult], out: Path) -> dict
     return report
 
 
-def _run_cell(cell: Cell, out: Path, run: RunCell, progress: Silent) -> CellResult:
+def run_cell(one: Waiting, run: RunCell, progress: Silent) -> CellResult:
+    """What became of the cell, in this process; whatever goes wrong with it is part of the result."""
+    cell = one.cell
     _forget_peak_memory()
     try:
-        metrics = run(cell.config, out / RUNS / cell.name, True, progress)
+        metrics = run(cell.config, one.path, True, progress)
         return CellResult(cell.name, cell.labels, measures_of(metrics))
     except FimaqError as error:
         return CellResult(cell.name, cell.labels, error=str(error))

@@ -6,7 +6,7 @@ the operating system pages in; `places` says which. Rows come back on the comput
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fimaq.reconstruct.memory import SHARE, free_bytes
 FREE_SHARE = 0.6
 """Of the free memory in a place, the largest part that one list of tensors may take."""
 
-PINNED = "pinned host memory"
+GPU, PINNED, HOST, DISK = "GPU", "pinned host memory", "host memory", "disk"
 
 
 class ActivationCache:
@@ -54,18 +54,20 @@ class ActivationCache:
         """Make room for one tensor (count, *shape) per shape, in place of what `name` held before."""
         self.drop(name)
         size = sum(self.held * shape.numel() for shape in shapes) * dtype.itemsize
-        on_gpu = self.device.type == "cuda"
-        host = PINNED if on_gpu else "host memory"
-        tensors: list[Tensor] | None = None
-        if on_gpu and self._fits(place := "GPU", size):
-            tensors = self._in_memory(shapes, dtype, device=self.device)
-        if tensors is None and self._fits(place := host, size):
-            tensors = self._in_memory(shapes, dtype, pin_memory=on_gpu)
-        if tensors is None:
-            place = "disk"
+        for place in self.places_for(size):
+            tensors = self._in_memory(place, shapes, dtype)
+            if tensors is not None:
+                break
+        else:
+            place = DISK
             tensors = [self._on_disk(name, s, dtype) for s in shapes]
         self.places[name] = place
         self._tensors[name] = tensors
+
+    def places_for(self, size: int) -> Iterator[str]:
+        """Where in memory one more list of `size` bytes may go, the best place first; else it goes to disk."""
+        places = (GPU, PINNED) if self.device.type == "cuda" else (HOST,)
+        return (place for place in places if self._fits(place, size))
 
     def write(self, name: str, start: int, rows: Sequence[Tensor]) -> None:
         """Store rows for the images from `start` on, allocating on the first write."""
@@ -103,15 +105,23 @@ class ActivationCache:
 
     def _fits(self, place: str, size: int) -> bool:
         """Whether one more list of `size` bytes may be held there."""
-        taken = _pinned_bytes if place == PINNED else int
-        held = sum(taken(t.nbytes) for n, ts in self._tensors.items() for t in ts if self.places[n] == place)
-        free = free_bytes(self.device if place == "GPU" else torch.device("cpu"))
+        wanted = _pinned_bytes(size) if place == PINNED else size
         limit = self.host_limit if place == PINNED else self.limit
-        sharing = 1 if place == "GPU" else self.ranks.neighbours
-        return held + taken(size) <= limit and taken(size) < FREE_SHARE * free / sharing
+        sharing = 1 if place == GPU else self.ranks.neighbours
+        return self.taken(place) + wanted <= limit and wanted < FREE_SHARE * self.free(place) / sharing
 
-    def _in_memory(self, shapes: Sequence[torch.Size], dtype: torch.dtype, **where: Any) -> list[Tensor] | None:
+    def taken(self, place: str) -> int:
+        """Bytes of memory that all lists take in a place."""
+        bytes_of = _pinned_bytes if place == PINNED else int
+        return sum(bytes_of(t.nbytes) for n, ts in self._tensors.items() for t in ts if self.places[n] == place)
+
+    def free(self, place: str) -> int:
+        """Bytes of memory that nothing uses in a place."""
+        return free_bytes(self.device if place == GPU else torch.device("cpu"))
+
+    def _in_memory(self, place: str, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor] | None:
         """None where there is less room than it seemed: others use the same memory, and it may be in pieces."""
+        where: dict[str, Any] = {"device": self.device} if place == GPU else {"pin_memory": place == PINNED}
         try:
             return [torch.empty(self.held, *s, dtype=dtype, **where) for s in shapes]
         except (torch.OutOfMemoryError, MemoryError):

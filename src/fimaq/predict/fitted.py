@@ -1,0 +1,83 @@
+"""Times and GPU memory on an NVIDIA H200, fitted to what was measured there (docs/speed.md, "Predicting a run").
+
+A step and a refresh move activations more than they multiply, so their time follows bytes; only in tf32 and fp32
+do the products add to it.
+"""
+
+from fimaq.config import Config
+from fimaq.predict.sizes import Sizes, UnitSize
+from fimaq.reconstruct.plan import UnitPlan
+
+MEBIBYTE, GIBIBYTE = 2**20, 2**30
+
+STEP_SECONDS, STEP_PER_MEBIBYTE, STEP_BATCH = 0.157e-3, 0.183e-3, 32
+"""A step in bf16: fixed, and for each MiB that the unit's layers read per image, at a batch of 32."""
+PRODUCTS = {"bf16": (0.0, 0.0), "tf32": (0.13e-3, 0.31e-12), "fp32": (0.13e-3, 2.44e-12)}
+"""What exact products add: fixed, and for each operation of one image, at a batch of 32. fp32: of one model."""
+UNFUSED_SECONDS = 2e-3
+"""More in each step that is not compiled."""
+COMPILE_SECONDS = 15.0
+"""For each kind of unit, with an empty compile cache."""
+REFRESH_PER_MEBIBYTE = 0.0098 / 1024
+"""For each image, and each MiB that the suffix keeps of it."""
+REFRESH_SLOWER = {"bf16": 1.0, "tf32": 1.0, "fp32": 1.6}
+SEARCH_PER_TOKEN_BYTE = 8.4 / MEBIBYTE
+"""For each byte that the unit's layers read per token; how many tokens are looked at is bounded."""
+SEARCH_BOUNDED, REFRESH_BOUNDED = 4.5, 1.9
+"""How much longer both take with a memory budget: what a search looks at is kept on the host, and fewer images go
+through a suffix at a time."""
+SETUP_SECONDS = 5.0
+
+SUFFIX_SHARE, RECORDED_SHARE, WORK_BYTES = 0.81, 1.70, 0.72 * GIBIBYTE
+"""GPU memory beside lists and model: of what the suffix keeps, of what a range search looks at, and the rest."""
+HOST_LIBRARIES = 3 * GIBIBYTE
+"""Assumed, not measured: what a process with CUDA takes on the host."""
+
+
+def step_seconds(unit: UnitSize, config: Config) -> float:
+    """One iteration of the unit."""
+    fixed, per_operation = PRODUCTS[config.precision]
+    moved = STEP_PER_MEBIBYTE * unit.recorded / MEBIBYTE + per_operation * unit.operations
+    unfused = 0.0 if config.resolved_compile else UNFUSED_SECONDS
+    return STEP_SECONDS + fixed + unfused + moved * config.batch_size / STEP_BATCH
+
+
+def refresh_seconds(sizes: Sizes, index: int, config: Config) -> float:
+    """One Fisher refresh at unit `index`."""
+    images = min(config.fisher_size or config.calib_size, config.calib_size)
+    per_image = REFRESH_PER_MEBIBYTE * sizes.saved_behind(index) / MEBIBYTE
+    longer = 1.0 if config.memory_budget is None else REFRESH_BOUNDED
+    return longer * images * per_image * REFRESH_SLOWER[config.precision]
+
+
+def search_seconds(unit: UnitSize, config: Config) -> float:
+    """The range search of the unit."""
+    longer = 1.0 if config.memory_budget is None else SEARCH_BOUNDED
+    return longer * SEARCH_PER_TOKEN_BYTE * unit.recorded / unit.tokens
+
+
+def stage_seconds(sizes: Sizes, plans: list[UnitPlan], config: Config) -> dict[str, float]:
+    """Seconds of a whole run by stage."""
+    numbered = list(zip(sizes.units, plans, strict=True))
+    kinds = {unit.operations for unit, plan in numbered if plan.iterations}
+    return {
+        "setup": SETUP_SECONDS,
+        "range search": sum(search_seconds(unit, config) for unit, _ in numbered),
+        "refreshes": sum(
+            plan.refreshes * refresh_seconds(sizes, i, config) for i, (_, plan) in enumerate(numbered)
+        ),
+        "steps": sum(plan.iterations * step_seconds(unit, config) for unit, plan in numbered),
+        "compilation": COMPILE_SECONDS * len(kinds) if config.resolved_compile else 0.0,
+    }
+
+
+def gpu_bytes(
+    sizes: Sizes, lists: int, while_learning: list[int], sweep: int, refreshed: bool, config: Config
+) -> float:
+    """The most memory on the GPU. `lists`: the most that cached lists take there; `while_learning`: by unit."""
+    search = RECORDED_SHARE * config.search_size * max(unit.recorded for unit in sizes.units)
+    work = sizes.model_bytes + WORK_BYTES + search
+    suffixes = [SUFFIX_SHARE * sweep * sizes.saved_behind(i) for i in range(len(while_learning))]
+    learning = [held + (suffix if refreshed else 0) for held, suffix in zip(while_learning, suffixes, strict=True)]
+    needed = work + max(lists, *learning)
+    return needed if config.memory_budget is None else min(needed, config.memory_budget)

@@ -1,0 +1,126 @@
+"""fimaq compare --ray: the same tables as without, from a real Ray with two workers."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ARGUMENTS, CLASSES, ENVIRONMENT, MODEL, World, assert_refused, assert_same_model, fimaq
+
+from fimaq.compare import ray_tasks
+
+VARYING = ("seconds", "memory")
+PATIENCE = 240.0
+
+
+@pytest.fixture
+def needs_ray() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'fimaq[ray]'")
+
+
+def write_suite(folder: Path, world: World, grid: str, iters: int = 3, **weights: Path) -> Path:
+    own = {"model": MODEL, "model_args": ARGUMENTS, "num_classes": CLASSES}
+    every = {"tiny": world.weights, **weights}
+    models = {name: {**own, "weights": str(path)} for name, path in every.items()}
+    path = folder / "suite.yaml"
+    settings = f"{{iters: {iters}, calib_size: 8, batch_size: 4, device: auto}}"
+    path.write_text(f"settings: {settings}\nmodels: {json.dumps(models)}\ngrid: {grid}\n")
+    return path
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    """table.csv without what differs from run to run."""
+    with open(out / "table.csv", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    return [{k: v for k, v in line.items() if k.removesuffix("_spread") not in VARYING} for line in lines]
+
+
+def cells(out: Path) -> dict[str, Any]:
+    found = json.loads((out / "compare.json").read_text())["cells"]
+    return {cell["name"]: {k: v for k, v in cell["measures"].items() if k not in VARYING} for cell in found}
+
+
+@pytest.mark.usefixtures("needs_ray")
+def test_tables_are_those_without_ray_and_a_failing_cell_is_tried_twice(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"no weights")
+    suite = write_suite(tmp_path, world, "{model: [bad, tiny], method: [fima-q]}", bad=bad)
+    alone, spread = tmp_path / "alone", tmp_path / "spread"
+    assert fimaq("compare", suite, "--data", world.data, "--out", alone).code == 1
+    outcome = fimaq("compare", suite, "--data", world.data, "--out", spread, "--ray", "--json")
+    assert outcome.code == 1, outcome.err
+    assert outcome.err.count("cell 1 of 2 failed and is tried again") == 1
+    assert "fimaq: 1 of 2 cells failed, such as bad-w4a4-fima-q-seed-0" in outcome.err
+    assert [cell["state"] for cell in json.loads(outcome.out)["cells"]] == ["failed", "done"]
+    assert table(spread) == table(alone)
+    assert cells(spread) == cells(alone)
+    assert_same_model(*(out / "runs" / "tiny-w4a4-fima-q-seed-0" for out in (alone, spread)))
+    assert "bad.safetensors" in (spread / "table.md").read_text()
+
+
+@pytest.mark.usefixtures("needs_ray")
+def test_what_is_finished_needs_no_ray(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn]}")
+    assert fimaq("compare", suite, "--data", world.data, "--out", tmp_path / "out").code == 0
+    monkeypatch.setattr(ray_tasks, "_connected", lambda use: pytest.fail("Ray was started"))
+    outcome = fimaq("compare", suite, "--data", world.data, "--out", tmp_path / "out", "--ray")
+    assert outcome.code == 0, outcome.err
+    assert "1 finished already" in outcome.err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_ray")
+def test_an_interrupt_keeps_finished_cells_and_the_driver_goes_on(world: World, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn, qdrop]}", iters=600)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fimaq", "compare", suite, "--data", world.data, "--out", out, "--ray"]
+    quick, long = (out / "runs" / f"tiny-w4a4-{method}-seed-0" for method in ("rtn", "qdrop"))
+    driver = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + PATIENCE
+    done = '"state": "done"'
+    while not list(long.glob("checkpoint/unit-000*")) or done not in (out / "compare.json").read_text():
+        assert time.monotonic() < deadline
+        assert driver.poll() is None, driver.communicate()
+        time.sleep(0.1)
+    driver.send_signal(signal.SIGINT)
+    _, errors = driver.communicate(timeout=PATIENCE)
+    assert driver.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert not (long / "model.safetensors").exists()
+    before = (quick / "model.safetensors").stat().st_mtime_ns
+    again = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "2 cells, 1 finished already" in again.stderr
+    assert (quick / "model.safetensors").stat().st_mtime_ns == before
+    alone = tmp_path / "alone"
+    assert fimaq("compare", suite, "--data", world.data, "--out", alone).code == 0
+    assert table(out) == table(alone)
+    assert_same_model(long, alone / "runs" / long.name)
+
+
+def test_a_missing_package_is_named_before_anything_runs(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_tasks.importlib.util, "find_spec", lambda name: None)
+    suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn]}")
+    outcome = fimaq("compare", suite, "--data", world.data, "--out", tmp_path / "out", "--ray")
+    assert_refused(outcome, "pip install 'fimaq[ray]'")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("needs_ray")
+def test_an_address_where_nobody_listens_is_refused(world: World, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn]}")
+    outcome = fimaq(
+        *("compare", suite, "--data", world.data, "--out", tmp_path / "out", "--ray-address", "127.0.0.1:9")
+    )
+    assert_refused(outcome, "127.0.0.1:9")
+    assert not (tmp_path / "out").exists()
