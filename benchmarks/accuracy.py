@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import fimaq
 from fimaq.config import Config
 from fimaq.data import build_transform, load_calibration, resolve_preprocessing, validation_batches, validation_set
+from fimaq.device import choose_device
 from fimaq.fisher.divergence import kl_divergence
 from fimaq.models.build import build_model
-from fimaq.pipeline import choose_device
 from fimaq.progress import Lines
 
 

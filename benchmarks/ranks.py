@@ -21,8 +21,9 @@ from torch import Tensor
 
 from fimaq.config import Config
 from fimaq.data import build_transform, load_calibration, load_share, resolve_preprocessing
+from fimaq.device import numerics
 from fimaq.models.build import build_model
-from fimaq.pipeline import even_out_channels, numerics, prepare_chain
+from fimaq.pipeline import even_out_channels, prepare_chain
 from fimaq.ranks import ALONE, Ranks
 from fimaq.reconstruct.algorithm import Reconstruction
 from fimaq.reconstruct.cache import ActivationCache

@@ -22,10 +22,10 @@ import torch
 
 from fimaq.calibrate.fold import fold_layer_norms
 from fimaq.config import Config
+from fimaq.device import numerics
 from fimaq.errors import FimaqError
 from fimaq.models.prepare import prepare_model
 from fimaq.models.units import UnitChain
-from fimaq.pipeline import numerics
 from fimaq.reconstruct.algorithm import Reconstruction
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.memory import bounded

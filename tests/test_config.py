@@ -39,6 +39,14 @@ def test_the_rank_is_the_papers_unless_the_run_is_short():
     assert 1 <= Config.create(iters=10).resolved_rank < 15
 
 
+@pytest.mark.parametrize(
+    ("other", "named"), [({"preset": "released"}, "preset deploy"), ({"task": "detection"}, "detectors")]
+)
+def test_bits_are_kept_exact_only_where_there_is_an_export(other, named):
+    with pytest.raises(InputError, match=f"bit_exact is for what is exported.*{named}"):
+        Config.create(bit_exact=True, **other)
+
+
 def test_a_batch_larger_than_the_calibration_set_is_refused():
     with pytest.raises(InputError, match=r"batch_size 64 is larger than calib_size 16: .*at most 16 images"):
         Config.create(batch_size=64, calib_size=16)

@@ -6,11 +6,12 @@ from fimaq.version import __version__
 
 if TYPE_CHECKING:
     from fimaq.config import Config
-    from fimaq.pipeline import Run, load, quantize
+    from fimaq.loading import load
+    from fimaq.pipeline import Run, quantize
 
 __all__ = ["Config", "Run", "__version__", "load", "quantize"]
 
-_HOME = {"quantize": "pipeline", "load": "pipeline", "Run": "pipeline", "Config": "config"}
+_HOME = {"quantize": "pipeline", "load": "loading", "Run": "pipeline", "Config": "config"}
 
 
 def __getattr__(name: str) -> Any:

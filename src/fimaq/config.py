@@ -115,6 +115,8 @@ class Config(BaseModel):
             )
         if self.bit_exact and self.preset != "deploy":
             raise ValueError(f"bit_exact is for what is exported: give preset deploy instead of {self.preset}")
+        if self.bit_exact and self.task == "detection":
+            raise ValueError("bit_exact is for what is exported, and detectors are not: leave it out")
         if self.batch_size > self.calib_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is larger than calib_size {self.calib_size}: "

@@ -3,21 +3,17 @@
 import contextlib
 import copy
 import json
-import platform
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import timm
 import torch
 from torch import Tensor, nn
 
 from fimaq.accuracy import fidelity
 from fimaq.artifact.model_file import load_quantized_state, quantized_state
-from fimaq.artifact.run_directory import MODEL, RunDirectory
 from fimaq.artifact.scalars import require_tensorboard
 from fimaq.artifact.shared_directory import SharedDirectory
 from fimaq.calibrate.exactness import find_exact
@@ -27,12 +23,12 @@ from fimaq.config import Config
 from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.data.inputs import gather_images, tensor_fingerprint
 from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
-from fimaq.detection.build import build_folded_detector
-from fimaq.errors import FimaqError, InputError
+from fimaq.description import SAME, architecture_of, describe
+from fimaq.device import choose_device, numerics, peak_memory
+from fimaq.errors import InputError
 from fimaq.journal import Journal
-from fimaq.models.bounded import ValueLimit
-from fimaq.models.build import build_architecture, check_finite
-from fimaq.models.prepare import Structure, apply_findings, apply_structure, make_exact, prepare_model
+from fimaq.models.build import check_finite
+from fimaq.models.prepare import Structure, apply_findings, make_exact, prepare_model
 from fimaq.models.units import UnitChain
 from fimaq.progress import Silent
 from fimaq.ranks import ALONE, Ranks, Stored
@@ -40,24 +36,6 @@ from fimaq.reconstruct.algorithm import Reconstruction, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.memory import bounded, sweep_of
 from fimaq.reconstruct.plan import SEARCH, plan, unit_operations
-from fimaq.version import __version__
-
-FORMAT = 2
-NOT_COMPARED = {
-    "calib",
-    "val",
-    "val_size",
-    "class_map",
-    "weights",
-    "crop_pct",
-    "device",
-    "memory_budget",
-    "host_budget",
-    "tensorboard",
-}
-"""Settings not compared on resume: what only evaluation reads; those whose effect is compared instead (contents
-behind paths, the resolved preprocessing); the memory budgets, to be changed by who ran out of memory; what is only
-shown."""
 
 LOOKED_AT = 8
 """Images that run through the finished model to see where it can be made exact."""
@@ -109,7 +87,7 @@ def quantize(
     settings.setdefault("batch_size", min(32, len(gathered)))
     config = Config.create(**settings)
     if config.model is None and out is not None:
-        name = _architecture_of(model, config.model_args, gathered[:1])
+        name = architecture_of(model, config.model_args, gathered[:1])
         config = config.model_copy(update={"model": name})
     return run_quantization(
         model if inplace else copy.deepcopy(model),
@@ -154,7 +132,7 @@ def run_quantization(
         stack.enter_context(bounded(device, config.memory_budget))
         stack.enter_context(torch.random.fork_rng())
         journal = stack.enter_context(Journal(progress, device))
-        description = _describe(model, config, preprocessing, fingerprint, count) if out else {}
+        description = describe(model, config, preprocessing, fingerprint, count) if out else {}
         # Before anything is written: a model that cannot be quantized must leave no folder behind.
         model = model.to(device).eval()
         example = ranks.ends(images).to(device)
@@ -163,8 +141,7 @@ def run_quantization(
             rest.prepare(structure)
         directory = None
         if out is not None:
-            same = ("format", "settings", "model", "data", "preprocessing")
-            directory = stack.enter_context(SharedDirectory(out, description, resume, same, ranks))
+            directory = stack.enter_context(SharedDirectory(out, description, resume, SAME, ranks))
             if directory.complete:
                 journal.note(f"{out} already holds this run, finished; nothing to do")
                 tensors, metadata = directory.read_model()
@@ -233,7 +210,7 @@ def _quantize_units(
         "folded_layer_norms": folded,
         "stayed_float": structure.stayed_float,
         "seconds": round(time.monotonic() - began, 2),
-        "peak_memory_bytes": max(ranks.collect(_peak_memory(device))),
+        "peak_memory_bytes": max(ranks.collect(peak_memory(device))),
         "device": str(device),
         "ranks": ranks.size,
     }
@@ -337,150 +314,9 @@ def _unit_record(name: str, result: UnitResult, seconds: float) -> dict[str, Any
     }
 
 
-def load(path: str | Path, model: nn.Module | None = None, device: str = "cpu") -> nn.Module:
-    """The quantized model of a finished run, without its original weights. Executes nothing from the files.
-
-    `model` gives the architecture (its weights are not read) where the run does not know a timm name for it.
-    """
-    directory = RunDirectory.open_existing(Path(path))
-    if directory.config.get("format") != FORMAT:
-        raise InputError(
-            f"{path} has run format {directory.config.get('format')!r}; this fimaq {__version__} reads {FORMAT}"
-        )
-    missing = [key for key in ("model", "preprocessing", "given") if key not in directory.config]
-    if missing:
-        raise InputError(f"{path}/config.json is damaged: it has no {missing[0]!r}")
-    tensors, metadata = directory.read_model()
-    try:
-        structure = Structure.from_dict(json.loads(metadata["structure"]))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}/{MODEL} is damaged: its structure cannot be read ({error})") from None
-    fresh = _described_model(directory) if model is None else copy.deepcopy(model)
-    try:
-        apply_structure(fresh, structure)
-    except KeyError as error:
-        raise InputError(f"{path} was made from another architecture: the model has no layer {error}") from None
-    except (AttributeError, AssertionError, TypeError, ValueError) as error:
-        raise InputError(f"{path} was made from another architecture: {error}") from None
-    load_quantized_state(fresh, tensors)
-    return fresh.to(device).eval().requires_grad_(False)
-
-
-def _described_model(directory: RunDirectory) -> nn.Module:
-    """The architecture that a run's config.json describes, with weights that mean nothing."""
-    described, where = directory.config["model"], f"{directory.path}/config.json"
-    name, classes, args = (described.get(key) for key in ("name", "num_classes", "args"))
-    if name is None:
-        raise InputError(
-            f"{directory.path} was made from a model object timm cannot build; give load(path, model=...)"
-        )
-    # bool is an int to Python, but no number of classes.
-    number = classes is None or (isinstance(classes, int) and not isinstance(classes, bool) and classes >= 0)
-    if not isinstance(name, str) or not isinstance(args, dict) or not number:
-        raise InputError(f"{where} is damaged: its 'model' is {described!r:.200}")
-    with ValueLimit((directory.path / MODEL).stat().st_size, where):
-        if directory.task == "detection":
-            return build_folded_detector(name, classes, args)
-        return build_architecture(name, classes, args)
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"device {name!r} is not known; accepted are auto, cpu and cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device {name!r} is not supported; accepted are auto, cpu and cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device 'cuda' was asked for, but this PyTorch sees no CUDA GPU; use --device cpu")
-    return device
-
-
-@contextlib.contextmanager
-def numerics(config: Config) -> Iterator[None]:
-    """TF32 as the precision says, and convolutions that give the same bits every time."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark)
-    tf32 = config.precision != "fp32"
-    matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = tf32, tf32, True, False
-    try:
-        yield
-    except torch.cuda.OutOfMemoryError as error:
-        asked = f" within --memory-budget {config.memory_budget} bytes" if config.memory_budget else ""
-        advice = (
-            "a smaller --batch-size needs less" if asked else "--memory-budget, such as 4GiB, makes do with less"
-        )
-        raise FimaqError(f"out of GPU memory{asked}: {error}; {advice}. Finished units are kept") from None
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
-
-
-def _describe(
-    model: nn.Module,
-    config: Config,
-    preprocessing: Preprocessing | DetectionPreprocessing | None,
-    fingerprint: str,
-    images: int,
-) -> dict[str, Any]:
-    """What config.json records: all that is needed to repeat the run and to recognise it again."""
-    settings = config.model_dump(mode="json")
-    settings["rank"] = config.resolved_rank
-    settings["rounding_lr"], settings["scale_lr"] = config.resolved_rounding_lr, config.resolved_scale_lr
-    paths = {key: settings.pop(key) for key in sorted(NOT_COMPARED)}
-    for key in ("model", "model_args", "num_classes"):
-        settings.pop(key)
-    return {
-        "format": FORMAT,
-        "settings": settings,
-        "model": {
-            "name": config.model,
-            "args": config.model_args,
-            "num_classes": config.num_classes or getattr(model, "num_classes", None),
-            "weights": tensor_fingerprint(sorted(model.state_dict().items())),
-        },
-        "data": {"images": images, "fingerprint": fingerprint},
-        "preprocessing": preprocessing.as_dict() if preprocessing else None,
-        "given": paths,
-        "versions": {
-            "fimaq": __version__,
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _architecture_of(model: nn.Module, args: dict[str, Any], example: Tensor) -> str | None:
-    """The timm name that builds a model with this one's weights, if there is one."""
-    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
-    if not name:
-        return None
-    try:
-        with torch.random.fork_rng():
-            twin = build_architecture(name, getattr(model, "num_classes", None), args)
-    except InputError:
-        return None
-    shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (model, twin)]
-    if shapes[0] != shapes[1]:
-        return None
-    given = copy.deepcopy(model).cpu().eval()
-    twin.load_state_dict(given.state_dict())
-    with torch.no_grad():
-        same = torch.allclose(twin(example.cpu()), given(example.cpu()), rtol=1e-4, atol=1e-5)
-    return name if same else None
-
-
 def _sizes(state: dict[str, Tensor], model: nn.Module) -> dict[str, int]:
     own = {k: v for k, v in model.state_dict().items() if "_quantizer." not in k}
     return {
         "quantized_bytes": sum(t.numel() * t.element_size() for t in state.values()),
         "full_precision_bytes": sum(4 * t.numel() for t in own.values()),
     }
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_reserved(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

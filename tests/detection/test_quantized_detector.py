@@ -12,7 +12,8 @@ from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.detection.detector import Detector
 from fimaq.detection.quantize import ProposalScores, quantize_detector
 from fimaq.errors import InputError
-from fimaq.pipeline import Run, load
+from fimaq.loading import load
+from fimaq.pipeline import Run
 from fimaq.progress import Facts, Silent
 from fimaq.quant.layers import QuantizedLayer, quantized_layers, quantized_products
 

@@ -10,7 +10,7 @@ from demo_walk import configured, walk
 from torch import Tensor
 
 import fimaq
-from fimaq.pipeline import numerics
+from fimaq.device import numerics
 from fimaq.quant.masks import mask_key, random_mask
 from fimaq.reconstruct.compiled import WARM_UP, Recorded
 from fimaq.reconstruct.prefetch import Prefetch

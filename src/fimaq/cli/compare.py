@@ -106,8 +106,8 @@ def _check_cells(configs: Sequence[Config], with_ray: bool) -> None:
 
     from fimaq.artifact.scalars import require_tensorboard
     from fimaq.detection.build import DETECTORS
+    from fimaq.device import choose_device
     from fimaq.errors import InputError
-    from fimaq.pipeline import choose_device
 
     if any(config.tensorboard for config in configs):
         require_tensorboard()

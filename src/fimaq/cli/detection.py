@@ -45,7 +45,8 @@ def run_detection(config: Config, out: Path, resume: bool, progress: Any) -> dic
     from fimaq.data.detection_image import DetectionPreprocessing
     from fimaq.detection.accuracy import evaluate_detectors
     from fimaq.detection.quantize import quantize_detector
-    from fimaq.pipeline import choose_device, load
+    from fimaq.device import choose_device
+    from fimaq.loading import load
 
     if config.calib is None:
         raise InputError("no calibration images were given: use --data COCO_DIR or --calib DIR")
@@ -91,7 +92,8 @@ def evaluate_detection(
     from fimaq.data.detection_image import DetectionPreprocessing
     from fimaq.data.inputs import tensor_fingerprint
     from fimaq.detection.accuracy import evaluate_detectors
-    from fimaq.pipeline import choose_device, load
+    from fimaq.device import choose_device
+    from fimaq.loading import load
 
     directory = RunDirectory.open_existing(run)
     device = choose_device(device_name)

@@ -4,6 +4,7 @@ import json
 import sys
 from typing import Any
 
+from fimaq.cli.classifier import preprocessing_of
 from fimaq.config import Config
 
 
@@ -11,10 +12,9 @@ def dry_run(config: Config, as_json: bool) -> None:
     """Print the prediction for a classifier's run; without a GPU also that for one."""
     import torch
 
-    from fimaq.data import resolve_preprocessing
+    from fimaq.device import choose_device
     from fimaq.errors import InputError
     from fimaq.models.build import build_architecture
-    from fimaq.pipeline import choose_device
     from fimaq.predict.prediction import predict
 
     if config.task == "detection":
@@ -23,9 +23,7 @@ def dry_run(config: Config, as_json: bool) -> None:
     device = choose_device(config.device)
     with torch.device("meta"):
         model = build_architecture(config.model, config.num_classes, config.model_args)
-    side = config.model_args.get("img_size")
-    size = (3, side, side) if isinstance(side, int) else None
-    shape = resolve_preprocessing(model, input_size=size, crop_pct=config.crop_pct).input_size
+    shape = preprocessing_of(model, config).input_size
     places = {"this machine": device}
     if device.type == "cpu" and config.device == "auto":
         places["an H200"] = torch.device("cuda")

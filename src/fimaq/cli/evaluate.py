@@ -76,7 +76,8 @@ def evaluate_run(
     from fimaq.accuracy import evaluate_models
     from fimaq.artifact.run_directory import RunDirectory
     from fimaq.data import Preprocessing, build_transform, validation_set
-    from fimaq.pipeline import choose_device, load
+    from fimaq.device import choose_device
+    from fimaq.loading import load
 
     directory = RunDirectory.open_existing(run)
     device = choose_device(device_name)

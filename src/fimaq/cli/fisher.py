@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fimaq.cli import options
+from fimaq.cli.classifier import open_classifier
 from fimaq.config import Config
 
 
@@ -84,20 +85,14 @@ def _draw(
 ) -> dict[str, Any]:
     """Load model and images, compute the figure, write it."""
     from fimaq.artifact.files import json_ready
-    from fimaq.data import build_transform, load_calibration, resolve_preprocessing
-    from fimaq.models.build import build_model
-    from fimaq.pipeline import choose_device
+    from fimaq.data import build_transform, load_calibration
+    from fimaq.device import choose_device
     from fimaq.report.fisher_figure import check_folder, fisher_figure, write_figure
 
     check_folder(out)
     choose_device(config.device)
-    assert config.model is not None
     assert config.calib is not None
-    model = build_model(config.model, config.weights, config.num_classes, config.model_args)
-    side = config.model_args.get("img_size")
-    size = (3, side, side) if isinstance(side, int) else None
-    preprocessing = resolve_preprocessing(model, input_size=size, crop_pct=config.crop_pct)
-    progress.note(f"preprocessing: {preprocessing.describe()}")
+    model, preprocessing = open_classifier(config, progress)
     calibration = load_calibration(config.calib, config.calib_size, build_transform(preprocessing), config.seed)
     figure = fisher_figure(model, calibration.images, unit, config, token, channels, exact_size, progress)
     figure.details["data_fingerprint"] = calibration.fingerprint

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fimaq.cli import options
+from fimaq.cli.classifier import open_classifier
 from fimaq.config import Config
 from fimaq.errors import InputError
 
@@ -125,22 +126,17 @@ def run_classification(config: Config, out: Path, resume: bool, progress: Any, r
         build_transform,
         load_calibration,
         load_share,
-        resolve_preprocessing,
         validation_batches,
         validation_set,
     )
-    from fimaq.models.build import build_model
-    from fimaq.pipeline import choose_device, load, run_quantization
+    from fimaq.device import choose_device
+    from fimaq.loading import load
+    from fimaq.pipeline import run_quantization
 
     if config.calib is None:
         raise InputError("no calibration images were given: use --data DIR (with train/ inside) or --calib DIR")
     device = ranks.place(choose_device(config.device))
-    assert config.model is not None
-    model = build_model(config.model, config.weights, config.num_classes, config.model_args)
-    side = config.model_args.get("img_size")
-    size = (3, side, side) if isinstance(side, int) else None
-    preprocessing = resolve_preprocessing(model, input_size=size, crop_pct=config.crop_pct)
-    progress.note(f"preprocessing: {preprocessing.describe()}")
+    model, preprocessing = open_classifier(config, progress)
     transform = build_transform(preprocessing)
     dataset = None
     if config.val is not None and ranks.rank == 0:

@@ -82,7 +82,7 @@ def _report(
 ) -> dict[str, Any]:
     from fimaq.artifact.files import json_ready
     from fimaq.artifact.run_directory import RunDirectory
-    from fimaq.pipeline import choose_device
+    from fimaq.device import choose_device
     from fimaq.report.material import read_run
     from fimaq.report.write import report_file, store
 
@@ -173,7 +173,7 @@ def _measure_units(
     from fimaq.cli.evaluate import full_precision
     from fimaq.data import Preprocessing, build_transform, load_calibration
     from fimaq.data.folder import list_images
-    from fimaq.pipeline import load
+    from fimaq.loading import load
     from fimaq.report.disagreements import class_names
     from fimaq.report.material import measure
 

@@ -19,7 +19,7 @@ from fimaq.export.formats import Format, find_format
 from fimaq.export.lower import count_products, lower, size_step
 from fimaq.export.sessions import INPUT, OUTPUT, Session
 from fimaq.export.verify import shortcomings, verify
-from fimaq.pipeline import load
+from fimaq.loading import load
 from fimaq.progress import Silent
 from fimaq.version import __version__
 

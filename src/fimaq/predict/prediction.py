@@ -8,9 +8,10 @@ import torch
 
 from fimaq.calibrate.search import CHUNK_ELEMENTS
 from fimaq.config import FISHER_METHODS, Config
+from fimaq.device import numerics
 from fimaq.models.build import build_architecture
 from fimaq.models.units import UnitChain
-from fimaq.pipeline import numerics, prepare_chain
+from fimaq.pipeline import prepare_chain
 from fimaq.predict import fitted, timed
 from fimaq.predict.sizes import Sizes, count_sizes
 from fimaq.reconstruct.cache import GPU, HOST, PINNED

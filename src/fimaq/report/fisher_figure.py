@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 from fimaq.artifact.files import write_bytes, write_json, write_tensors
 from fimaq.config import Config
+from fimaq.device import choose_device, numerics
 from fimaq.errors import FimaqError, InputError
 from fimaq.fisher.collect import Sample, collect_averages
 from fimaq.fisher.exact import complete_fisher, relative_error, scale_to, token_columns
 from fimaq.models.build import check_finite
 from fimaq.models.units import UnitChain
-from fimaq.pipeline import choose_device, even_out_channels, numerics, prepare_chain
+from fimaq.pipeline import even_out_channels, prepare_chain
 from fimaq.progress import Silent
 from fimaq.reconstruct.algorithm import Reconstruction
 from fimaq.reconstruct.cache import ActivationCache

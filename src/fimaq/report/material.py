@@ -12,11 +12,11 @@ from fimaq.artifact.files import file_digest, read_json
 from fimaq.artifact.run_directory import MODEL, RunDirectory
 from fimaq.config import Config
 from fimaq.data.preprocess import Preprocessing
+from fimaq.device import numerics
 from fimaq.errors import FimaqError, InputError
 from fimaq.export.bench import BENCH
 from fimaq.export.formats import FORMATS
 from fimaq.models.prepare import Structure
-from fimaq.pipeline import numerics
 from fimaq.progress import Silent
 from fimaq.report.disagreements import Disagreements
 from fimaq.report.reading import mapping

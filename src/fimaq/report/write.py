@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from fimaq.artifact.files import write_bytes
 from fimaq.data.inputs import tensor_fingerprint
+from fimaq.device import choose_device
 from fimaq.errors import InputError
-from fimaq.pipeline import choose_device, load
+from fimaq.loading import load
 from fimaq.progress import Silent
 from fimaq.report.material import Material, measure, read_run
 from fimaq.report.page import page

@@ -1,0 +1,91 @@
+"""What config.json says of a run: all that is needed to repeat it and to recognise it again."""
+
+import copy
+import platform
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from fimaq.config import Config
+from fimaq.data.detection_image import DetectionPreprocessing
+from fimaq.data.inputs import tensor_fingerprint
+from fimaq.data.preprocess import Preprocessing
+from fimaq.errors import InputError
+from fimaq.models.build import build_architecture
+from fimaq.version import __version__
+
+FORMAT = 2
+SAME = ("format", "settings", "model", "data", "preprocessing")
+"""Sections that a run has to share with what it continues."""
+NOT_COMPARED = {
+    "calib",
+    "val",
+    "val_size",
+    "class_map",
+    "weights",
+    "crop_pct",
+    "device",
+    "memory_budget",
+    "host_budget",
+    "tensorboard",
+}
+"""Settings not compared on resume: what only evaluation reads; those whose effect is compared instead (contents
+behind paths, the resolved preprocessing); the memory budgets, to be changed by who ran out of memory; what is only
+shown."""
+
+
+def describe(
+    model: nn.Module,
+    config: Config,
+    preprocessing: Preprocessing | DetectionPreprocessing | None,
+    fingerprint: str,
+    images: int,
+) -> dict[str, Any]:
+    """What config.json records: all that is needed to repeat the run and to recognise it again."""
+    settings = config.model_dump(mode="json")
+    settings["rank"] = config.resolved_rank
+    settings["rounding_lr"], settings["scale_lr"] = config.resolved_rounding_lr, config.resolved_scale_lr
+    paths = {key: settings.pop(key) for key in sorted(NOT_COMPARED)}
+    for key in ("model", "model_args", "num_classes"):
+        settings.pop(key)
+    return {
+        "format": FORMAT,
+        "settings": settings,
+        "model": {
+            "name": config.model,
+            "args": config.model_args,
+            "num_classes": config.num_classes or getattr(model, "num_classes", None),
+            "weights": tensor_fingerprint(sorted(model.state_dict().items())),
+        },
+        "data": {"images": images, "fingerprint": fingerprint},
+        "preprocessing": preprocessing.as_dict() if preprocessing else None,
+        "given": paths,
+        "versions": {
+            "fimaq": __version__,
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def architecture_of(model: nn.Module, args: dict[str, Any], example: Tensor) -> str | None:
+    """The timm name that builds a model with this one's weights, if there is one."""
+    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    if not name:
+        return None
+    try:
+        with torch.random.fork_rng():
+            twin = build_architecture(name, getattr(model, "num_classes", None), args)
+    except InputError:
+        return None
+    shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (model, twin)]
+    if shapes[0] != shapes[1]:
+        return None
+    given = copy.deepcopy(model).cpu().eval()
+    twin.load_state_dict(given.state_dict())
+    with torch.no_grad():
+        same = torch.allclose(twin(example.cpu()), given(example.cpu()), rtol=1e-4, atol=1e-5)
+    return name if same else None

@@ -1,0 +1,49 @@
+"""Where a run computes, with what numerics, and how much memory it took there."""
+
+import contextlib
+import resource
+from collections.abc import Iterator
+
+import torch
+
+from fimaq.config import Config
+from fimaq.errors import FimaqError, InputError
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device {name!r} is not known; accepted are auto, cpu and cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device {name!r} is not supported; accepted are auto, cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device 'cuda' was asked for, but this PyTorch sees no CUDA GPU; use --device cpu")
+    return device
+
+
+@contextlib.contextmanager
+def numerics(config: Config) -> Iterator[None]:
+    """TF32 as the precision says, and convolutions that give the same bits every time."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark)
+    tf32 = config.precision != "fp32"
+    matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = tf32, tf32, True, False
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        asked = f" within --memory-budget {config.memory_budget} bytes" if config.memory_budget else ""
+        advice = (
+            "a smaller --batch-size needs less" if asked else "--memory-budget, such as 4GiB, makes do with less"
+        )
+        raise FimaqError(f"out of GPU memory{asked}: {error}; {advice}. Finished units are kept") from None
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+
+
+def peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_reserved(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
