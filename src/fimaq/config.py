@@ -58,6 +58,9 @@ class Config(BaseModel):
     averages: Averages = Field("absolute", description="reading of the paper's averages over samples")
     iters: int = Field(20000, ge=1, le=10**9, description="reconstruction iterations per unit")
     batch_size: int = Field(32, ge=1)
+    parts: int | None = Field(
+        None, ge=1, description="parts of a batch whose gradients are added up; None: one per process"
+    )
     search_size: int = Field(128, ge=1, description="calibration images used by the range search")
     fisher_size: int | None = Field(None, ge=1, description="images in a Fisher refresh; None: all")
     drop_probability: float = Field(0.5, ge=0, le=1, description="QDrop: share of values left unquantized")
@@ -122,6 +125,8 @@ class Config(BaseModel):
                 f"batch_size {self.batch_size} is larger than calib_size {self.calib_size}: "
                 f"give a batch of at most {self.calib_size} images"
             )
+        if self.parts is not None and self.parts > self.batch_size:
+            raise ValueError(f"parts {self.parts}: a batch of {self.batch_size} has at most that many parts")
         return self
 
     @property

@@ -30,10 +30,11 @@ NOT_COMPARED = {
     "memory_budget",
     "host_budget",
     "tensorboard",
+    "parts",
 }
 """Settings not compared on resume: what only evaluation reads; those whose effect is compared instead (contents
 behind paths, the resolved preprocessing); the memory budgets, to be changed by who ran out of memory; what is only
-shown."""
+shown; the parts of a batch, which may be resumed with another number of processes."""
 
 
 def describe(

@@ -294,7 +294,9 @@ def _take_from_first(module: nn.Module, ranks: Ranks) -> None:
 
 
 def check_ranks(ranks: Ranks, config: Config, images: int) -> None:
-    """Refuse more ranks than there is work for in some part of a run."""
+    """Refuse more ranks than there is work for in some part of a run, and parts that are not theirs."""
+    if ranks.size > 1 and config.parts not in (None, ranks.size):
+        raise InputError(f"parts {config.parts}: {ranks.size} ranks work on {ranks.size} parts; leave it out")
     wanted = {"images": images, "batch_size": config.batch_size, "search_size": config.search_size}
     wanted |= {"fisher_size": config.fisher_size} if config.fisher_size else {}
     for name, value in wanted.items():

@@ -37,8 +37,8 @@ class Ranks:
         """Element by element the largest over all ranks, in place and in one message."""
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean of all elements that all ranks have."""
-        return values.mean()
+        """The mean of all elements that all ranks have, added up in double precision: in any order the same."""
+        return values.mean(dtype=torch.float64).to(values.dtype)
 
     def ends(self, images: Tensor) -> Tensor:
         """The first and the last image of the whole set, (2, C, H, W); `images`: this rank's."""

@@ -88,20 +88,35 @@ class Together(Ranks):
             dist.destroy_process_group()
 
     def sum_(self, *tensors: Tensor) -> None:
-        self._reduce_(tensors, dist.ReduceOp.SUM)
+        self._reduce_(tensors, self._sum_)
 
     def largest_(self, *tensors: Tensor) -> None:
-        self._reduce_(tensors, dist.ReduceOp.MAX)
+        self._reduce_(tensors, lambda bucket: dist.all_reduce(bucket, dist.ReduceOp.MAX))
 
-    def _reduce_(self, tensors: tuple[Tensor, ...], how: Any) -> None:
+    def _reduce_(self, tensors: tuple[Tensor, ...], reduce_: Callable[[Tensor], Any]) -> None:
         if not tensors:
             return
         bucket = tensors[0] if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
         with self._waiting():
-            dist.all_reduce(bucket, how)
+            reduce_(bucket)
         if len(tensors) > 1:
             for tensor, part in zip(tensors, bucket.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+    def _sum_(self, bucket: Tensor) -> None:
+        """Add in the order of ranks, whatever order a library would take: so the bits are those of one process."""
+        if self.size == 2:  # there is only one sum of two
+            dist.all_reduce(bucket)
+            return
+        pieces = bucket.new_zeros(self.size, -(-bucket.numel() // self.size))  # each rank adds up one of them
+        pieces.view(-1)[: bucket.numel()] = bucket.flatten()
+        of_ranks = torch.empty_like(pieces)
+        dist.all_to_all_single(of_ranks, pieces)
+        total = of_ranks[0].clone()
+        for piece in of_ranks[1:]:
+            total += piece
+        dist.all_gather_into_tensor(pieces.view(-1), total)
+        bucket.copy_(pieces.view(-1)[: bucket.numel()].view(bucket.shape))
 
     def mean(self, values: Tensor) -> Tensor:
         sums = torch.stack(

@@ -41,6 +41,10 @@ def quantize(
     calib_size: options.CalibSize = None,
     val_size: options.ValSize = None,
     batch_size: options.BatchSize = None,
+    parts: Annotated[
+        int | None,
+        typer.Option(help="Add gradients up as this many processes would, for their bits. [default: processes]"),
+    ] = None,
     crop_pct: options.CropPct = None,
     image_size: Annotated[
         str | None, typer.Option(help="Detection: short and long side to fit images into. [default: 800,1333]")

@@ -65,8 +65,11 @@ def collect_averages(
         if keep is not None:
             keep(sample.start, gradient)
         parts = [gradient, delta] if averages == "signed" else [gradient.abs(), delta.abs()]
-        sums = [part.sum(0) + (sums[i] if sums else 0) for i, part in enumerate(parts)]
+        # In double precision, so that the order of images, which ranks change, does not show in the average.
+        found = [part.sum(0, dtype=torch.float64) for part in parts]
+        sums = [new + old for new, old in zip(found, sums, strict=True)] if sums else found
         count += len(gradient)
-    total = torch.tensor(float(count), device=sums[0].device)
+    total = torch.tensor(float(count), device=sums[0].device, dtype=torch.float64)
     ranks.sum_(*sums, total)
-    return sums[0] / int(total), sums[1] / int(total)
+    averaged = [(summed / total).to(delta.dtype) for summed in sums]
+    return averaged[0], averaged[1]

@@ -27,6 +27,20 @@ def workers(images: list[int], size: int) -> list[int]:
     return [next(free) if rank is None else rank for rank in chosen]
 
 
+def dealt(images: list[int], size: int) -> list[list[list[int]]]:
+    """Where in the batch the images stand that rank `worker` gets from rank `home`: [worker][home]."""
+    table: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(size)]
+    for position, (image, worker) in enumerate(zip(images, workers(images, size), strict=True)):
+        table[worker][image % size].append(position)
+    return table
+
+
+def part_of(rank: int, table: list[list[list[int]]]) -> list[int]:
+    """Where in the batch each row stands that `rank` works on: its own images first, then those of others."""
+    others = (positions for home, positions in enumerate(table[rank]) if home != rank)
+    return [*table[rank][rank], *chain(*others)]
+
+
 class Dealt:
     """This rank's part of a batch in use (`batch`, `positions`), and of one that is on its way.
 
@@ -46,15 +60,13 @@ class Dealt:
     def fetch(self, images: list[int]) -> None:
         """Start sending what other ranks need of the batch of these images."""
         rank, size = self.ranks.rank, self.ranks.size
-        by = workers(images, size)
-        dealt = [(position, image % size, by[position]) for position, image in enumerate(images)]
-        own = [p for p, home, worker in dealt if home == rank == worker]
-        leaving = [[p for p, h, w in dealt if h == rank and w == to] if to != rank else [] for to in range(size)]
-        coming = [[p for p, h, w in dealt if w == rank and h == of] if of != rank else [] for of in range(size)]
-        self._own = [images[p] // size for p in own]
-        self._places = own + list(chain(*coming))
+        table = dealt(images, size)
+        leaving = [[] if to == rank else table[to][rank] for to in range(size)]
+        coming = [[] if home == rank else table[rank][home] for home in range(size)]
+        self._own = [images[p] // size for p in table[rank][rank]]
+        self._places = part_of(rank, table)
         self._arrived = None
-        if by != [image % size for image in images]:
+        if any(table[worker][home] for worker in range(size) for home in range(size) if worker != home):
             rows = self._rows([images[p] // size for p in chain(*leaving)])
             joined = torch.cat([_as_bytes(tensor) for tensor in rows.values()], dim=1)
             self._arrived = self.ranks.exchange(joined, [len(p) for p in leaving], [len(p) for p in coming])

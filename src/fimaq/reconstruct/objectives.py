@@ -120,7 +120,8 @@ class FisherLoss(nn.Module):
         else:
             self.diagonal.copy_(diagonal_fisher(gradients, perturbations))
         self.direction.copy_(rank_one_fisher(self.gradients[row], self.perturbations[row]))
-        values = torch.stack([self.mean(self._term(name, deltas)) for name in self.terms])
+        # In double precision, so that it is the same whichever of the rows a rank has.
+        values = torch.stack([self.mean(self._term(name, deltas.double())) for name in self.terms])
         self.normalisers.copy_(values.clamp_min(1e-38))
 
     def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -131,12 +132,13 @@ class FisherLoss(nn.Module):
         """One term for every sample: (n, a) -> (n,), never negative."""
         deltas = deltas.abs() if self.averages == "absolute" else deltas
         if name == "diagonal":
-            return diagonal_loss(deltas, self.diagonal)
+            return diagonal_loss(deltas, self.diagonal.to(deltas.dtype))
         if name == "rank one":
-            return rank_one_loss(deltas, self.direction)
+            return rank_one_loss(deltas, self.direction.to(deltas.dtype))
         right = self.gradients if self.averages == "absolute" else self.perturbations
+        left, middle, right = (t.to(deltas.dtype) for t in (self.gradients, self.inverse, right))
         # Without symmetry the quadratic form can be negative; its size is what must shrink.
-        return low_rank_loss(deltas, self.gradients, self.inverse, right).abs()
+        return low_rank_loss(deltas, left, middle, right).abs()
 
 
 def _length(row: Tensor) -> Tensor:

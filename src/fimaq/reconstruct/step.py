@@ -6,12 +6,13 @@ traced, compiled once for all units of one shape, and replayed as one CUDA graph
 
 Of several ranks, each works on its part of the batch (`deal.py`). Their gradients and losses, weighted by the size
 of the part, are added up in one message between the backward pass and the optimisers: all ranks learn the same.
+One process asked for as many `parts` works on them one after the other, and gets the bits of that many ranks.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from fimaq.quant.masks import GOLDEN, mask_key, mixed, random_mask
 from fimaq.quant.quantizers import rounding_indecision
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Replay
-from fimaq.reconstruct.deal import Dealt
+from fimaq.reconstruct.deal import Dealt, dealt, part_of
 from fimaq.reconstruct.prefetch import Prefetch
 from fimaq.together import Together
 
@@ -62,6 +63,11 @@ class ReconstructionStep:
         zeros = {f"{g}.{m}": torch.zeros_like(t) for g, t in joined.items() for m in ("first", "second")}
         device = cache.device
         self.order = _order(cache.count, config.batch_size)
+        self.parts = _slices(config.batch_size, (config.parts or 1) if cache.ranks.size == 1 else 1)
+        positions = {}
+        if len(self.parts) > 1:
+            self.order, places = _by_part(self.order, len(self.parts))
+            positions["positions"] = places.to(device)
         self.tensors: Tensors = {
             **fixed,
             **joined,
@@ -74,6 +80,7 @@ class ReconstructionStep:
             "seed": torch.randint(-(2**31), 2**31, (), dtype=torch.int32).to(device),
             "order": self.order.to(device),
             "loss": torch.zeros((), device=device),
+            **positions,
         }
         # The unit itself goes on seeing what is learned.
         self._hand_over(self._learned_parts(self.tensors))
@@ -119,15 +126,15 @@ class ReconstructionStep:
         ranks = self.cache.ranks
         if ranks.size == 1:
             return Replay(self._step, self.tensors, compiled)
-        sizes = [self.tensors[group].numel() for group in self.learned] + [1]
-        part = ranks.share(self.config.batch_size) / self.config.batch_size
-        bucket = self.tensors["bucket"] = torch.zeros(sum(sizes), device=self.cache.device)
+        share = ranks.share(self.config.batch_size) / self.config.batch_size
+        length = sum(self.tensors[group].numel() for group in self.learned) + 1
+        bucket = self.tensors["bucket"] = torch.zeros(length, device=self.cache.device)
 
         def own_part(t: Tensors) -> None:
-            t["bucket"].copy_(torch.cat([g.view(-1) for g in self._gradients(t)]) * part)
+            t["bucket"].copy_(self._gradients(t) * share)
 
         def together(t: Tensors) -> None:
-            self._learn(t, *t["bucket"].split(sizes))
+            self._learn(t, t["bucket"])
 
         before, after = (Replay(function, self.tensors, compiled) for function in (own_part, together))
 
@@ -140,21 +147,27 @@ class ReconstructionStep:
 
     def _step(self, t: Tensors) -> None:
         """Everything that happens in one iteration; `t` holds all it reads and writes."""
-        self._learn(t, *self._gradients(t))
+        if len(self.parts) == 1:
+            self._learn(t, self._gradients(t))
+            return
+        shares = [(part.stop - part.start) / self.config.batch_size for part in self.parts]
+        found = [self._gradients(t, part) * share for part, share in zip(self.parts, shares, strict=True)]
+        self._learn(t, sum(found[1:], found[0]))
 
-    def _gradients(self, t: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the joined roundings and scales, and the loss without the rounding penalty."""
+    def _gradients(self, t: Tensors, part: slice = slice(None)) -> Tensor:
+        """Gradients of the joined roundings and scales, and the loss without the rounding penalty, end to end."""
         seed = mixed(t["seed"] + t["iteration"] * GOLDEN)
-        raw, quantized, targets, weights = self._batch(t)
+        raw, quantized, targets, weights = self._batch(t, part)
+        positions = self._positions(t, part)
         keep = self.config.drop_probability
         inputs = [
-            torch.where(random_mask(r, keep, mask_key(seed, -1 - i), t.get("positions")), r, q)
+            torch.where(random_mask(r, keep, mask_key(seed, -1 - i), positions), r, q)
             for i, (r, q) in enumerate(zip(raw, quantized, strict=True))
         ]
         learned = self._learned_parts(t)
         state = _part(t, "unit.") | learned
         target = flat(targets)
-        with torch.enable_grad(), self._dropping(keep, seed, t.get("positions")):
+        with torch.enable_grad(), self._dropping(keep, seed, positions):
             with self._lower_precision():
                 outputs = self.unit.with_tensors(state, inputs)
             deltas = flat(outputs) - target
@@ -162,12 +175,12 @@ class ReconstructionStep:
             loss = functional_call(self.objective, _part(t, "objective."), arguments)
             total = loss + self._rounding_penalty(t, learned)
             found = torch.autograd.grad(total, list(learned.values()))
-        gradients = dict(zip(learned, found, strict=True))
-        roundings, scales = (torch.cat([gradients[n].flatten() for n in self.learned[g]]) for g in self.learned)
-        return roundings, scales, loss.detach()
+        return torch.cat([*(gradient.flatten() for gradient in found), loss.detach().view(1)])
 
-    def _learn(self, t: Tensors, roundings: Tensor, scales: Tensor, loss: Tensor) -> None:
-        """One step of both optimisers, with these gradients."""
+    def _learn(self, t: Tensors, gradients_and_loss: Tensor) -> None:
+        """One step of both optimisers."""
+        sizes = [t[group].numel() for group in self.learned] + [1]
+        roundings, scales, loss = gradients_and_loss.split(sizes)
         t["iteration"] += 1
         share = (t["iteration"] / t["iterations"]).clamp(max=1)
         falling = 0.5 * (1 + torch.cos(math.pi * share))
@@ -178,12 +191,18 @@ class ReconstructionStep:
         t["scales"].copy_(torch.maximum(t["scales"], t["searched"] / 100))
         t["loss"].copy_(loss.view(()))
 
-    def _batch(self, t: Tensors) -> list[list[Tensor]]:
+    def _batch(self, t: Tensors, part: slice) -> list[list[Tensor]]:
         """This iteration's rows of what is cached."""
-        rows = t["order"].index_select(0, t["iteration"].view(1) % ORDERED)[0]
+        rows = _of_iteration(t["order"], t)[part]
         fetched = self._prefetch.batch if self._prefetch else {}
-        batch = {key: s if key in fetched else s.index_select(0, rows) for key, s in t.items() if _is_cached(key)}
+        batch = {
+            key: s[part] if key in fetched else s.index_select(0, rows) for key, s in t.items() if _is_cached(key)
+        }
         return [[s for key, s in batch.items() if key.startswith(f"{name} ")] for name in BATCH]
+
+    def _positions(self, t: Tensors, part: slice) -> Tensor | None:
+        """Where in the whole batch the rows of a part stand; None where they are all of it, in order."""
+        return _of_iteration(t["positions"], t)[part] if len(self.parts) > 1 else t.get("positions")
 
     def _learned_parts(self, t: Tensors) -> Tensors:
         """Views of the joined tensors, shaped like what they stand for, as leaves for autograd."""
@@ -258,6 +277,23 @@ def _is_cached(key: str) -> bool:
 
 def _part(t: Tensors, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in t.items() if name.startswith(prefix)}
+
+
+def _of_iteration(drawn: Tensor, t: Tensors) -> Tensor:
+    return drawn.index_select(0, t["iteration"].view(1) % ORDERED)[0]
+
+
+def _slices(count: int, parts: int) -> list[slice]:
+    """`count` rows in consecutive parts, as large as the shares of that many ranks."""
+    ends = [0, *accumulate(len(range(part, count, parts)) for part in range(parts))]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def _by_part(order: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Batches sorted by the part that works on each image, and where in the batch as drawn each now stood."""
+    tables = [dealt(images, parts) for images in order.tolist()]
+    positions = torch.tensor([[p for part in range(parts) for p in part_of(part, table)] for table in tables])
+    return order.gather(1, positions), positions.int()
 
 
 def _order(count: int, batch: int) -> Tensor:
