@@ -86,6 +86,19 @@ def test_tensors_and_metadata_survive(tmp_path):
         assert torch.equal(tensors[name], tensor)
 
 
+def test_the_same_content_gives_the_same_bytes(tmp_path):
+    tensors = {"b": torch.arange(3), "a": torch.ones(2, dtype=torch.uint8), "é": torch.zeros(1)}
+    metadata = {f"key {number}": "é" for number in range(8)}
+    written = set()
+    for number in range(8):
+        write_tensors(tmp_path / str(number), tensors, metadata)
+        written.add((tmp_path / str(number)).read_bytes())
+    assert len(written) == 1
+    read, told = read_tensors(tmp_path / "0")
+    assert told == metadata
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
 def test_no_tensors_and_no_metadata_survive(tmp_path):
     write_tensors(tmp_path / "t.safetensors", {}, {})
     assert read_tensors(tmp_path / "t.safetensors") == ({}, {})

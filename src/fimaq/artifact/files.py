@@ -75,7 +75,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         raise ValueError(f"metadata key {DIGEST_KEY!r} is reserved")
     separate = _separate_copies(tensors)
     digest = _content_digest(separate, metadata)
-    write_bytes(path, save(separate, metadata={**metadata, DIGEST_KEY: digest}))
+    write_bytes(path, _in_one_order(save(separate, metadata={**metadata, DIGEST_KEY: digest})))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -123,6 +123,16 @@ def _separate_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(dense.untyped_storage().data_ptr())
         separate[name] = dense
     return separate
+
+
+def _in_one_order(content: bytes) -> bytes:
+    """The same safetensors file with its metadata sorted, so that equal runs have equal files."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    ordered = json.dumps(header, separators=(",", ":")).encode()
+    ordered += b" " * (-len(ordered) % 8)  # tensors are aligned to 8 bytes
+    return b"".join([len(ordered).to_bytes(8, "little"), ordered, memoryview(content)[8 + length :]])
 
 
 def _content_digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
