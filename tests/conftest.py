@@ -1,4 +1,7 @@
-"""What every test starts from: one thread, fixed seeds, and small timm models with nothing hidden in them."""
+"""What tests start from: one thread, fixed seeds, small timm models with nothing hidden in them, runs by command.
+
+`tests/pipeline` has runs of its own under the same names, of the embedded demo model.
+"""
 
 import os
 from collections import Counter
@@ -9,6 +12,8 @@ from typing import Any
 import pytest
 import timm
 import torch
+from command_line import World, fimaq, make_world
+from runs import stop_at_unit
 from torch import nn
 
 torch.set_num_threads(1)
@@ -57,3 +62,30 @@ def noisy_model() -> Callable[..., nn.Module]:
         return model
 
     return build
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A tiny model's weights and images."""
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
+def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, for tests that leave it as it is; those that evaluate it copy it."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    outcome = fimaq(*world.quantize(out))
+    assert outcome.code == 0, outcome.err
+    return out
+
+
+@pytest.fixture(scope="session")
+def unfinished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, interrupted before its third unit."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("runs") / "unfinished"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_unit(2, patch)
+        assert fimaq(*world.quantize(out)).code == 130
+    return out

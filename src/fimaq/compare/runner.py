@@ -21,8 +21,8 @@ from fimaq.progress import Facts, Silent
 
 REPORT = "compare.json"
 RUNS = "runs"
-GIVEN_FREELY = ("device", "memory_budget", "host_budget", "tensorboard")
-"""Settings that a finished run need not share: they say where it was computed or what was shown, not what."""
+GIVEN_FREELY = ("device", "memory_budget", "host_budget", "tensorboard", "parts")
+"""Settings that a finished run need not share: where and in which order it was computed, what was shown."""
 
 RunCell = Callable[[Config, Path, bool, Silent], dict[str, Any]]
 """(configuration, run directory, resume, progress) -> metrics: what `fimaq quantize` calls."""

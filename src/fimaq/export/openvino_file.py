@@ -13,6 +13,7 @@ import openvino
 from torch import Tensor, nn
 
 from fimaq.export.onnx_file import op, translate, window
+from fimaq.export.sessions import openvino_core
 
 
 def write(model: nn.Module, example: Tensor, path: Path, lowered: bool, step: None = None) -> None:
@@ -21,7 +22,7 @@ def write(model: nn.Module, example: Tensor, path: Path, lowered: bool, step: No
     if lowered:
         _weights_by_output(translated.graph)
     content = ir.to_proto(translated).SerializeToString()
-    openvino.save_model(openvino.Core().read_model(content), str(path), compress_to_fp16=False)
+    openvino.save_model(openvino_core().read_model(content), str(path), compress_to_fp16=False)
 
 
 def _quantize(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:

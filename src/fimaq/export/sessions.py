@@ -3,6 +3,7 @@
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,6 +85,15 @@ def _kinds(*precisions: str) -> tuple[str, ...]:
     return tuple(f"{product} {precision}" for product in products for precision in precisions)
 
 
+@cache
+def openvino_core() -> Any:
+    """The one of this process. Each more would put its own stack for signals in place of the one before, and take
+    the memory with it when it goes: the next signal, such as Ctrl-C, then ends in a segmentation fault."""
+    import openvino
+
+    return openvino.Core()
+
+
 class OpenVinoSession:
     """OpenVINO's CPU plugin. What is not integer is computed in float32, as in the run itself.
 
@@ -94,12 +104,10 @@ class OpenVinoSession:
     float_kinds: tuple[str, ...] = _kinds("f32", "f16", "bf16")
 
     def __init__(self, path: Path, threads: int = 0, shape: Sequence[int] | None = None) -> None:
-        import openvino
-
         settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
         if threads:
             settings["INFERENCE_NUM_THREADS"] = threads
-        core = openvino.Core()
+        core = openvino_core()
         model = core.read_model(str(path))
         if shape is not None:
             model.reshape(list(shape))
