@@ -1,6 +1,6 @@
 """Ranges of whole layers: the errors they are chosen by are those of the layer's real output."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fimaq.calibrate import search
-from fimaq.calibrate.ranges import _gram, _softened_norm, set_ranges
+from fimaq.calibrate.ranges import _gram, _softened_norm, recorded_calls, set_ranges
+from fimaq.models.prepare import prepare_model
 from fimaq.quant.fake import fake_quantize
 from fimaq.quant.layers import QuantLinear, QuantMatMul, convert_layer
 from fimaq.quant.quantizers import ActivationQuantizer
@@ -226,3 +227,14 @@ def _widest_error(x: Tensor, levels: int) -> Tensor:
     """Rounding errors when the range is simply from the smallest value to the largest."""
     scale = (x.max() - x.min()) / levels
     return fake_quantize(x, scale, torch.round(-x.min() / scale), levels) - x
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "beitv2_base_patch16_224"])
+def test_what_a_layer_sees_is_recorded_once(name: str, noisy_model: Callable[..., nn.Module]) -> None:
+    """An opened attention hands what its layers multiply back to them: those calls are not calls of the model."""
+    model = noisy_model(name, img_size=32, depth=1, embed_dim=24, num_heads=2)
+    images = torch.randn(2, 3, 32, 32)
+    structure = prepare_model(model, images, 4, 4)
+    calls = recorded_calls(model, lambda: (model(images), model(images)))
+    assert len(calls) == len(structure.layers) + sum(count for count, _ in structure.products.values())
+    assert {len(of_one) for of_one in calls.values()} == {2}

@@ -157,8 +157,8 @@ def test_a_step_reads_the_images_that_are_next(monkeypatch: pytest.MonkeyPatch) 
     seen: list[Tensor] = []
     batch = step._batch
 
-    def recorded(t: dict[str, Tensor]) -> list[list[Tensor]]:
-        lists = batch(t)
+    def recorded(*given: Any) -> list[list[Tensor]]:
+        lists = batch(*given)
         seen.append(lists[0][0])
         return lists
 
@@ -291,3 +291,12 @@ def test_a_walk_on_disk_gives_the_bits_of_one_in_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr("fimaq.reconstruct.cache.free_bytes", lambda device: 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert same(weights(), in_memory)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_a_batch_add_up_to_the_whole(parts: int) -> None:
+    """The same images and masks, other last bits; a wrong weight of a part would change the second digit."""
+    whole, summed = (run(demo_step(parts=given, scale_lr=1e-2), 4) for given in (None, parts))
+    assert not same(whole, run(demo_step(scale_lr=1e-2), 3))
+    for one, other in zip(whole, summed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

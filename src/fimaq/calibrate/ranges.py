@@ -126,15 +126,22 @@ def recorded_calls(
 ) -> dict[nn.Module, list[list[Tensor]]]:
     """Module -> its input tensors in each call during `run()`."""
     seen: dict[nn.Module, list[list[Tensor]]] = {}
+    running: set[nn.Module] = set()
 
     def record(module: nn.Module, args: Sequence[Any]) -> None:
+        if module in running:  # an opened attention sees that a layer of its own multiplies, and calls the layer
+            return
+        running.add(module)
         count = 2 if isinstance(module, QuantMatMul) else 1
         kept = [a.detach() for a in args[:count]]
         seen.setdefault(module, []).append([a.cpu() for a in kept] if keep_on_host else kept)
 
-    hooks = [
-        m.register_forward_pre_hook(record) for m in unit.modules() if isinstance(m, (QuantizedLayer, QuantMatMul))
-    ]
+    def leave(module: nn.Module, *_: Any) -> None:
+        running.discard(module)
+
+    heavy = [m for m in unit.modules() if isinstance(m, (QuantizedLayer, QuantMatMul))]
+    hooks = [m.register_forward_pre_hook(record) for m in heavy]
+    hooks += [m.register_forward_hook(leave, always_call=True) for m in heavy]
     try:
         with watched(unit):
             run()
