@@ -120,8 +120,9 @@ class FisherLoss(nn.Module):
         else:
             self.diagonal.copy_(diagonal_fisher(gradients, perturbations))
         self.direction.copy_(rank_one_fisher(self.gradients[row], self.perturbations[row]))
-        # In double precision, so that it is the same whichever of the rows a rank has.
-        values = torch.stack([self.mean(self._term(name, deltas.double())) for name in self.terms])
+        # Row by row: a row's bits must not depend on how many others this rank has beside it.
+        by_row = {name: torch.cat([self._term(name, row) for row in deltas.split(1)]) for name in self.terms}
+        values = torch.stack([self.mean(of_rows) for of_rows in by_row.values()])
         self.normalisers.copy_(values.clamp_min(1e-38))
 
     def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -132,13 +133,12 @@ class FisherLoss(nn.Module):
         """One term for every sample: (n, a) -> (n,), never negative."""
         deltas = deltas.abs() if self.averages == "absolute" else deltas
         if name == "diagonal":
-            return diagonal_loss(deltas, self.diagonal.to(deltas.dtype))
+            return diagonal_loss(deltas, self.diagonal)
         if name == "rank one":
-            return rank_one_loss(deltas, self.direction.to(deltas.dtype))
+            return rank_one_loss(deltas, self.direction)
         right = self.gradients if self.averages == "absolute" else self.perturbations
-        left, middle, right = (t.to(deltas.dtype) for t in (self.gradients, self.inverse, right))
         # Without symmetry the quadratic form can be negative; its size is what must shrink.
-        return low_rank_loss(deltas, left, middle, right).abs()
+        return low_rank_loss(deltas, self.gradients, self.inverse, right).abs()
 
 
 def _length(row: Tensor) -> Tensor:
