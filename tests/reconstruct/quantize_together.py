@@ -1,7 +1,10 @@
 """Started by torchrun: quantizes a model once for each setting, and stores its integers and metrics."""
 
+import contextlib
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import fimaq
 from fimaq.data.demo import demo_calibration, demo_model
 from fimaq.quant.layers import quantized_layers
 from fimaq.ranks import ALONE, Ranks
-from fimaq.together import joined_ranks
+from fimaq.together import Together, joined_ranks
+from fimaq.watch import Watch
 
 USUAL: dict[str, Any] = {"bits": "w3a3", "batch_size": 16, "search_size": 20, "device": "cpu"}
 
@@ -28,8 +32,20 @@ def integers(settings: dict[str, Any], ranks: Ranks = ALONE) -> tuple[dict[str, 
     return {name: layer.codes for name, layer in quantized_layers(run.model)}, run.metrics
 
 
+@contextlib.contextmanager
+def all_ranks() -> Iterator[Ranks]:
+    """Those of the job; also a single one, which then sends to itself what it would send to others."""
+    if os.environ["WORLD_SIZE"] != "1":
+        with joined_ranks() as ranks:
+            yield ranks
+        return
+    lone = Together(Watch(0, 1))
+    yield lone
+    lone.part()
+
+
 if __name__ == "__main__":
-    with joined_ranks() as joined:
+    with all_ranks() as joined:
         folder = Path(sys.argv[1])
         for name, given in json.loads((folder / "settings.json").read_text()).items():
             codes, metrics = integers(given, joined)

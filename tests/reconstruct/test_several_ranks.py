@@ -80,6 +80,21 @@ def test_three_processes_with_different_shares_do_too(tmp_path: Path) -> None:
     assert share_that_differs("rtn", integers(settings["rtn"])[0], tmp_path) == 0
 
 
+def test_a_process_that_sends_to_itself_has_its_bits(tmp_path: Path) -> None:
+    settings = {"fima-q": {"iters": 20, "rank": 2, "depth": 1}}
+    quantized_by(1, settings, tmp_path)
+    assert_same_bits("fima-q", settings["fima-q"], 1, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch sees no CUDA GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_does_on_a_gpu_with_messages_between_recorded_graphs(compiled: bool, tmp_path: Path) -> None:
+    settings = {"fima-q": {"iters": 20, "rank": 2, "depth": 1, "device": "cuda", "compile": compiled}}
+    quantized_by(1, settings, tmp_path)
+    assert_alike("fima-q", settings["fima-q"], tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "iters"), [(2, 20), (3, 20), (2, 200), (3, 200)])
 def test_every_method_and_preset_ends_with_the_same_integers(size: int, iters: int, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class ReconstructionStep:
     def _prepared(self, compiled: bool) -> Callable[[], None]:
         """One iteration of this rank, to be called again and again."""
         ranks = self.cache.ranks
-        if ranks.size == 1:
+        if not isinstance(ranks, Together):
             return Replay(self._step, self.tensors, compiled)
         share = ranks.share(self.config.batch_size) / self.config.batch_size
         length = sum(self.tensors[group].numel() for group in self.learned) + 1
