@@ -76,7 +76,7 @@ class Config(BaseModel):
 
     device: str = "auto"
     precision: Precision = "fp32"
-    compile: bool | None = Field(None, description="fuse GPU kernels; None: from 1000 iterations on")
+    compile: bool | None = Field(None, description="fuse operators; None: on a GPU from 1000 iterations on")
     memory_budget: int | None = Field(None, gt=0, description="bytes, or text such as 4GiB; None: all there is")
     host_budget: int | None = Field(
         None, gt=0, description="bytes of host memory for what does not fit on the GPU; then disk"
@@ -163,10 +163,13 @@ class Config(BaseModel):
     def resolved_scale_lr(self) -> float:
         return 1e-4 * self.lr_factor if self.scale_lr is None else self.scale_lr
 
-    @property
-    def resolved_compile(self) -> bool:
-        """Compiling costs half a minute for each kind of unit, and saves about 2 ms in each iteration of each."""
-        return self.iters >= COMPILED_FROM if self.compile is None else self.compile
+    def compiles(self, device: str) -> bool:
+        """Whether steps are compiled on a device of this type.
+
+        On a GPU that costs half a minute for each kind of unit and saves about 2 ms in each iteration of each. On
+        a CPU it costs minutes, needs a C++ compiler, and is not done unasked.
+        """
+        return device == "cuda" and self.iters >= COMPILED_FROM if self.compile is None else self.compile
 
     @classmethod
     def create(cls, **values: Any) -> "Config":

@@ -61,6 +61,10 @@ def quantize(
     ] = None,
     device: options.Device = None,
     precision: options.Precision = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option(help="Fuse operators of a step. [default: on a GPU from 1000 iterations on]"),
+    ] = None,
     memory_budget: options.MemoryBudget = None,
     host_budget: options.HostBudget = None,
     seed: Annotated[int | None, typer.Option(help=f"Same seed, same bits. {options.default_of('seed')}")] = None,

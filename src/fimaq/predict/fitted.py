@@ -38,7 +38,7 @@ def step_seconds(unit: UnitSize, config: Config) -> float:
     """One iteration of the unit."""
     fixed, per_operation = PRODUCTS[config.precision]
     moved = STEP_PER_MEBIBYTE * unit.recorded / MEBIBYTE + per_operation * unit.operations
-    unfused = 0.0 if config.resolved_compile else UNFUSED_SECONDS
+    unfused = 0.0 if config.compiles("cuda") else UNFUSED_SECONDS
     return STEP_SECONDS + fixed + unfused + moved * config.batch_size / STEP_BATCH
 
 
@@ -67,7 +67,7 @@ def stage_seconds(sizes: Sizes, plans: list[UnitPlan], config: Config) -> dict[s
             plan.refreshes * refresh_seconds(sizes, i, config) for i, (_, plan) in enumerate(numbered)
         ),
         "steps": sum(plan.iterations * step_seconds(unit, config) for unit, plan in numbered),
-        "compilation": COMPILE_SECONDS * len(kinds) if config.resolved_compile else 0.0,
+        "compilation": COMPILE_SECONDS * len(kinds) if config.compiles("cuda") else 0.0,
     }
 
 

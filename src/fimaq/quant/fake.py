@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fimaq.quant.masks import chosen
+
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
     """The integers (as floats in [0, levels]) that stand for x. Same shape as x."""
@@ -29,20 +31,27 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> 
 def _forward(x: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor | int, dropped: Tensor | None) -> Tensor:
     steps = torch.clamp(torch.round(x / scale), -zero_point, levels - zero_point)
     quantized = steps * scale
-    return quantized if dropped is None else torch.where(dropped, x, quantized)
+    return quantized if dropped is None else chosen(dropped, x, quantized)
 
 
 def _backward(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor | int, dropped: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Gradients of x, where it is inside of the range or dropped, and of the scale, where it is not dropped.
+
+    Large tensors are written over once they are not needed: without a compiler, new ones cost more than the
+    arithmetic.
+    """
     scaled = x / scale
     rounded = torch.round(scaled)
     steps = torch.clamp(rounded, -zero_point, levels - zero_point)
     inside = steps == rounded
-    slope = steps - scaled * inside
-    if dropped is None:
-        return grad * inside, (grad * slope).sum_to_size(scale.shape)
-    return grad * (inside | dropped), (grad * slope * ~dropped).sum_to_size(scale.shape)
+    slope = steps.addcmul_(scaled, rounded.copy_(inside), value=-1)  # steps - scaled * inside
+    of_scale = slope.mul_(grad)
+    passes = inside
+    if dropped is not None:
+        passes, of_scale = inside | dropped, of_scale.mul_(~dropped)
+    return rounded.copy_(passes).mul_(grad), of_scale.sum_to_size(scale.shape)
 
 
 class _LearnedScale(torch.autograd.Function):

@@ -22,7 +22,7 @@ from fimaq.config import Config
 from fimaq.fisher.collect import flat
 from fimaq.models.units import Unit
 from fimaq.quant.layers import activation_quantizers, quantized_layers
-from fimaq.quant.masks import GOLDEN, mask_key, mixed, random_mask
+from fimaq.quant.masks import GOLDEN, chosen, mask_key, mixed, random_mask
 from fimaq.quant.quantizers import rounding_indecision
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Replay
@@ -98,7 +98,7 @@ class ReconstructionStep:
             self.tensors |= {f"objective.{n}": t for n, t in self.objective.named_buffers()}
             self.tensors |= self._cached()
             self._fetch_next()
-            self._replay = self._prepared(self.cache.device.type == "cuda" and self.config.resolved_compile)
+            self._replay = self._prepared(self.config.compiles(self.cache.device.type))
         if self._prefetch is not None:
             self._prefetch.take()
         self._replay()
@@ -161,7 +161,7 @@ class ReconstructionStep:
         positions = self._positions(t, part)
         keep = self.config.drop_probability
         inputs = [
-            torch.where(random_mask(r, keep, mask_key(seed, -1 - i), positions), r, q)
+            chosen(random_mask(r, keep, mask_key(seed, -1 - i), positions), r, q)
             for i, (r, q) in enumerate(zip(raw, quantized, strict=True))
         ]
         learned = self._learned_parts(t)
