@@ -97,7 +97,7 @@ def test_it_does_on_a_gpu_with_messages_between_recorded_graphs(compiled: bool, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "iters"), [(2, 20), (3, 20), (2, 200), (3, 200)])
+@pytest.mark.parametrize(("size", "iters"), [(2, 200), (3, 50)])
 def test_every_method_and_preset_ends_with_the_same_integers(size: int, iters: int, tmp_path: Path) -> None:
     methods = ("rtn", "qdrop", "brecq", "diag", "rank1", "lowrank", "fima-q")
     settings: dict[str, dict[str, Any]] = {
@@ -108,5 +108,3 @@ def test_every_method_and_preset_ends_with_the_same_integers(size: int, iters: i
     quantized_by(size, settings, tmp_path)
     for name, given in settings.items():
         assert_same_bits(name, given, size, tmp_path)
-        if iters == 20:
-            assert_alike(name, given, tmp_path)
