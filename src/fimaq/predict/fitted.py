@@ -10,7 +10,7 @@ from fimaq.reconstruct.plan import UnitPlan
 
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
-STEP_SECONDS, STEP_PER_MEBIBYTE, STEP_BATCH = 0.157e-3, 0.183e-3, 32
+STEP_SECONDS, STEP_PER_MEBIBYTE, STEP_BATCH = 0.157e-3, 0.211e-3, 32
 """A step in bf16: fixed, and for each MiB that the unit's layers read per image, at a batch of 32."""
 PRODUCTS = {"bf16": (0.0, 0.0), "tf32": (0.13e-3, 0.31e-12), "fp32": (0.13e-3, 2.44e-12)}
 """What exact products add: fixed, and for each operation of one image, at a batch of 32. fp32: of one model."""
@@ -21,14 +21,14 @@ COMPILE_SECONDS = 15.0
 REFRESH_PER_MEBIBYTE = 0.0098 / 1024
 """For each image, and each MiB that the suffix keeps of it."""
 REFRESH_SLOWER = {"bf16": 1.0, "tf32": 1.0, "fp32": 1.6}
-SEARCH_PER_TOKEN_BYTE = 8.4 / MEBIBYTE
+SEARCH_PER_TOKEN_BYTE = 9.7 / MEBIBYTE
 """For each byte that the unit's layers read per token; how many tokens are looked at is bounded."""
 SEARCH_BOUNDED, REFRESH_BOUNDED = 4.5, 1.9
 """How much longer both take with a memory budget: what a search looks at is kept on the host, and fewer images go
 through a suffix at a time."""
 SETUP_SECONDS = 5.0
 
-SUFFIX_SHARE, RECORDED_SHARE, WORK_BYTES = 0.81, 1.70, 0.72 * GIBIBYTE
+SUFFIX_SHARE, RECORDED_SHARE, WORK_BYTES = 0.81, 1.96, 0.72 * GIBIBYTE
 """GPU memory beside lists and model: of what the suffix keeps, of what a range search looks at, and the rest."""
 HOST_LIBRARIES = 3 * GIBIBYTE
 """Assumed, not measured: what a process with CUDA takes on the host."""
