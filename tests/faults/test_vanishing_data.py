@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 import fimaq as package
 from fimaq.data import classes, folder
 from fimaq.data.demo import demo_calibration, demo_model
+from fimaq.data.inputs import gather_images
+from fimaq.errors import FimaqError
 
 
 def vanish_after_listing(patch: pytest.MonkeyPatch, names: list[str]) -> None:
@@ -100,6 +102,24 @@ class KillsItsWorker(Dataset[torch.Tensor]):
 def test_a_killed_worker_of_a_loader_is_an_error_and_nothing_is_written(tmp_path: Path, tally: Tally) -> None:
     loader = DataLoader(KillsItsWorker(), batch_size=4, num_workers=1, multiprocessing_context="forkserver")
     tally.fault(kill=True)
-    with pytest.raises(RuntimeError, match="worker"):
+    with pytest.raises((RuntimeError, FimaqError), match="worker"):  # PyTorch's own, or ours while a batch is read
         package.quantize(demo_model(), loader, out=tmp_path / "run", calib_size=16, batch_size=4, iters=2)
     tally.expect_right(not (tmp_path / "run").exists(), "a run was begun without its images")
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError, ConnectionRefusedError])
+def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(error: type[Exception], tally: Tally) -> None:
+    class Loader:
+        def __init__(self, workers: int) -> None:
+            self.num_workers = workers
+
+        def __iter__(self) -> Any:
+            yield demo_calibration(4)
+            raise error
+
+    tally.fault()
+    with pytest.raises(FimaqError, match="worker of the loader"):
+        gather_images(Loader(1), 8)
+    with pytest.raises(error):
+        gather_images(Loader(0), 8)
+    assert len(gather_images(Loader(1), 4)) == 4

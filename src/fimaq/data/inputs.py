@@ -1,13 +1,13 @@
 """Calibration images handed over in Python: a tensor, a Dataset or a DataLoader, with or without labels."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fimaq.errors import InputError
+from fimaq.errors import FimaqError, InputError
 
 
 def gather_images(source: Any, count: int) -> Tensor:
@@ -30,7 +30,7 @@ def _from_iterable(source: Any, count: int) -> Tensor:
         items = (source[i] for i in range(min(count, len(source))))
     parts: list[Tensor] = []
     found = 0
-    for item in items:
+    for item in _naming_lost_workers(items, getattr(source, "num_workers", 0)):
         image = item[0] if isinstance(item, (tuple, list)) else item
         if not isinstance(image, Tensor):
             raise InputError(f"calibration data must yield image tensors, not {type(image).__name__}")
@@ -41,6 +41,16 @@ def _from_iterable(source: Any, count: int) -> Tensor:
     if not parts:
         raise InputError("no calibration images were given")
     return torch.cat(parts)[:count]
+
+
+def _naming_lost_workers(items: Iterable[Any], workers: int) -> Iterator[Any]:
+    """The same items. A worker that dies while it hands a batch over leaves an error that does not say so."""
+    try:
+        yield from items
+    except (EOFError, ConnectionError) as error:
+        if workers == 0 or "DataLoader worker" in str(error):  # the data set's own
+            raise
+        raise FimaqError("a worker of the loader of the images died while it handed a batch over") from error
 
 
 def tensor_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
