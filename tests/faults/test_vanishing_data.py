@@ -107,7 +107,7 @@ def test_a_killed_worker_of_a_loader_is_an_error_and_nothing_is_written(tmp_path
     tally.expect_right(not (tmp_path / "run").exists(), "a run was begun without its images")
 
 
-@pytest.mark.parametrize("error", [EOFError, ConnectionResetError, ConnectionRefusedError])
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError, RuntimeError])
 def test_a_worker_that_dies_while_it_hands_a_batch_over_is_named(error: type[Exception], tally: Tally) -> None:
     class Loader:
         def __init__(self, workers: int) -> None:

@@ -47,10 +47,11 @@ def _naming_lost_workers(items: Iterable[Any], workers: int) -> Iterator[Any]:
     """The same items. A worker that dies while it hands a batch over leaves an error that does not say so."""
     try:
         yield from items
-    except (EOFError, ConnectionError) as error:
+    except (EOFError, ConnectionError, RuntimeError) as error:
         if workers == 0 or "DataLoader worker" in str(error):  # the data set's own
             raise
-        raise FimaqError("a worker of the loader of the images died while it handed a batch over") from error
+        what = f"{type(error).__name__} {error}".strip()
+        raise FimaqError(f"a worker of the loader of the images died, or its batch was lost: {what}") from error
 
 
 def tensor_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
