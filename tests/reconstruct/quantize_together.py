@@ -29,7 +29,7 @@ def integers(settings: dict[str, Any], ranks: Ranks = ALONE) -> tuple[dict[str, 
         model.blocks = model.blocks[: settings["depth"]]
     given = {name: value for name, value in settings.items() if name != "depth"}
     run = fimaq.quantize(model, images, ranks=ranks, **{**USUAL, **given})
-    return {name: layer.codes for name, layer in quantized_layers(run.model)}, run.metrics
+    return {name: layer.codes.cpu() for name, layer in quantized_layers(run.model)}, run.metrics
 
 
 @contextlib.contextmanager

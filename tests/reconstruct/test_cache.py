@@ -144,3 +144,26 @@ def test_pinned_memory_counts_as_pytorch_takes_it() -> None:
     bounded = ActivationCache(COUNT, torch.device("cuda"), host_budget=1500)
     assert bounded._fits("pinned host memory", 513)  # takes 1024
     assert not bounded._fits("pinned host memory", 1025)  # would take 2048
+
+
+def test_room_for_the_first_images_alone(cache: ActivationCache) -> None:
+    cache.write("few", 0, [torch.ones(3, 5)], count=3)
+    assert [tensor.shape for tensor in cache.stored("few")] == [(3, 5)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read a process's memory from")
+def test_what_lies_on_disk_does_not_count_as_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cache_module, "free_bytes", lambda device: 0)
+    cache, mebibyte = ActivationCache(64, torch.device("cpu"), tmp_path), 2**18
+    before = file_pages()
+    for start in range(64):
+        cache.write("large", start, [torch.full((1, mebibyte), float(start))])
+    assert all(cache.rows("large", start, start + 1)[0].eq(start).all() for start in range(64))
+    assert file_pages() - before < 8 * 2**20
+    cache.close()
+
+
+def file_pages() -> int:
+    """Bytes of mapped files that this process has in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile:"))

@@ -12,8 +12,10 @@ import fimaq
 from fimaq.config import Config
 from fimaq.data.demo import demo_calibration, demo_model
 from fimaq.pipeline import prepare_chain
+from fimaq.reconstruct import memory
 from fimaq.reconstruct.cache import DISK, GPU, HOST, PINNED, ActivationCache
 from fimaq.reconstruct.forecast import Allocation, Forecast, forecast_lists
+from fimaq.reconstruct.plan import images_for
 
 COUNT = 16
 PLENTY = {GPU: 2**40, PINNED: 2**40, HOST: 2**40}
@@ -49,17 +51,18 @@ def test_lists_are_those_that_a_run_allocates(
     held: list[int] = []
     allocate = ActivationCache.allocate
 
-    def recorded(self: ActivationCache, name: str, shapes: Any, dtype: torch.dtype) -> None:
-        allocate(self, name, shapes, dtype)
+    def recorded(self: ActivationCache, name: str, *given: Any) -> None:
+        allocate(self, name, *given)
         made.append(Allocation(name, sum(t.nbytes for t in self.stored(name)), self.places[name]))
         held.append(sum(t.nbytes for n in self.places if self.places[n] == HOST for t in self.stored(n)))
 
     with monkeypatch.context() as patch:
         patch.setattr(ActivationCache, "allocate", recorded)
+        patch.setattr(memory, "LOOKED_AT", 6)
         fimaq.quantize(
             make(), images, out=tmp_path / "run", iters=2, batch_size=4, search_size=4, device="cpu", **settings
         )
-    told = forecast(make(), images, iters=2, **settings)
+        told = forecast(make(), images, iters=2, search_size=4, **settings)
     assert told.allocations == made
     assert told.on_host == max(held)
     assert (DISK in told.peaks) == ("memory_budget" in settings)
@@ -76,3 +79,23 @@ def test_beside_a_gpu_what_does_not_fit_is_pinned_and_then_on_disk() -> None:
     tighter = forecast(demo_model(), images, "cuda", memory_budget=300_000, host_budget=150_000)
     assert set(tighter.peaks) == {GPU, PINNED, DISK}
     assert tighter.on_host <= 150_000
+
+
+def test_where_only_ranges_are_searched_few_images_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LOOKED_AT", 6)
+    images = demo_calibration(2)
+    learned, searched = (
+        {one.name: one.size for one in forecast(demo_model(), images, method=method, search_size=4).allocations}
+        for method in ("qdrop", "rtn")
+    )
+    assert searched.pop("teacher") == learned.pop("teacher")
+    assert {name: size * COUNT // 6 for name, size in searched.items()} == learned
+
+
+def test_units_behind_the_last_that_learns_hold_few_images() -> None:
+    config = Config.create(calib_size=COUNT, batch_size=4, search_size=4)
+    model, images = demo_model(), demo_calibration(2)
+    _, chain = prepare_chain(model, images, config, only_searched=("head",))
+    assert [unit.name for unit in chain.units][-1] == "head"
+    held = [images_for(chain, index, config, COUNT, 3) for index in range(len(chain))]
+    assert held == [COUNT] * (len(chain) - 1) + [4]

@@ -90,16 +90,18 @@ class _Timing:
 
     def _search_seconds(self, unit: Any) -> float:
         """Of all images that the search will look at: part of its time is in proportion to them, part fixed."""
-        few, many = max(1, self.count // 2), min(self.config.search_size, self.config.calib_size)
+        many = min(self.config.search_size, self.config.calib_size)
+        most = min(self.count, many)
+        few = max(1, most // 2)
         original, times = self.walk.config, {}
-        for count in dict.fromkeys((few, self.count)):
+        for count in dict.fromkeys((few, most)):
             self.walk.config = original.model_copy(update={"search_size": count})
             times[count] = _timed(lambda: self.walk.search_ranges(unit))
         self.walk.config = original
-        if self.count == few or many <= self.count:
-            return times[self.count]
-        slope = max(0.0, times[self.count] - times[few]) / (self.count - few)
-        return times[self.count] + slope * (many - self.count)
+        if few == most:
+            return times[most]
+        slope = max(0.0, times[most] - times[few]) / (most - few)
+        return times[most] + slope * (many - most)
 
 
 def _chosen(plans: Sequence[UnitPlan]) -> list[int]:

@@ -16,19 +16,17 @@ from fimaq.models.units import Unit, UnitChain
 from fimaq.quant.layers import activation_quantizers, quantized_layers, set_quantized
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Recorded
-from fimaq.reconstruct.memory import affordable_sweep, sweep_of
+from fimaq.reconstruct.memory import affordable_sweep, looked_at
 from fimaq.reconstruct.objectives import (
     FisherLoss,
     MeanSquaredError,
     OutputDivergence,
     SquaredGradient,
 )
-from fimaq.reconstruct.plan import REFRESH, STEPS
+from fimaq.reconstruct.plan import REFRESH, STEPS, images_for
 from fimaq.reconstruct.step import ReconstructionStep
 
 REPORTS = 25
-LOOKED_AT = 32
-"""Images whose values are looked at for ties, at most: as many as are looked at together (`sweep_of`)."""
 
 Report = Callable[[int, float], None]
 Evaluation = Callable[[Sample], tuple[Tensor, ...]]
@@ -63,16 +61,21 @@ class Reconstruction:
         self.cache = cache
         self.device = cache.device
         self.ranks = cache.ranks
-        self.looked_at = max(min(LOOKED_AT, sweep_of(images)), self.ranks.size)
+        self.looked_at = max(looked_at(images), self.ranks.size)
         affordable = affordable_sweep(chain, images[:4].to(self.device), config.memory_budget)
         self.sweep = min(self.ranks.collect(affordable))
         with torch.no_grad():
             for start, stop in self._sweep():
                 batch = images[start:stop].to(self.device)
                 cache.write("teacher", start, [chain.model(batch)])
-                inputs = chain.first_inputs(batch)
-                cache.write("raw inputs", start, inputs)
-                cache.write("quantized inputs", start, inputs)
+            for start, stop in self._sweep(self.needed(0)):
+                inputs = chain.first_inputs(images[start:stop].to(self.device))
+                cache.write("raw inputs", start, inputs, self.needed(0))
+                cache.write("quantized inputs", start, inputs, self.needed(0))
+
+    def needed(self, index: int) -> int:
+        """The number of images whose activations are cached at unit `index`."""
+        return images_for(self.chain, index, self.config, self.cache.count, self.looked_at)
 
     def reconstruct(self, index: int, report: Report) -> UnitResult:
         """Algorithm 1 for one unit. Afterwards its weights are integers and its activations quantized."""
@@ -106,16 +109,18 @@ class Reconstruction:
     def advance(self, index: int) -> None:
         """Move the cache from unit `index` to the next one: outputs become the inputs of what follows."""
         unit = self.chain.units[index]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was recorded for this unit is gone, and its memory comes back only so
         if index + 1 < len(self.chain):
             for prefix in ("raw", "quantized"):
-                for start, stop in self._sweep():
+                for start, stop in self._sweep(self.needed(index + 1)):
                     outputs = self._outputs_of(index, prefix, start, stop)
                     carried = self._carried(index, prefix, start, stop)
                     with torch.no_grad():
                         inputs = self.chain.next_inputs(index, outputs, carried)
-                    self.cache.write(f"next {prefix}", start, inputs)
+                    self.cache.write(f"next {prefix}", start, inputs, self.needed(index + 1))
                     if any(index in later.carried for later in self.chain.units):
-                        self.cache.write(f"{prefix} output {index}", start, outputs)
+                        self.cache.write(f"{prefix} output {index}", start, outputs, self.needed(index + 1))
                 self.cache.rename(f"next {prefix}", f"{prefix} inputs")
         for name in ("outputs", "gradients"):
             self.cache.drop(name)
@@ -134,8 +139,9 @@ class Reconstruction:
         """Fill the cache with the unit's full-precision outputs, before its weights are replaced."""
         unit = self.chain.units[index]
         set_quantized(unit.module, False)
-        for start, stop in self._sweep():
-            self.cache.write("outputs", start, unit(self.cache.rows("raw inputs", start, stop)))
+        for start, stop in self._sweep(self.needed(index)):
+            outputs = unit(self.cache.rows("raw inputs", start, stop))
+            self.cache.write("outputs", start, outputs, self.needed(index))
 
     @torch.no_grad()
     def _outputs_of(self, index: int, prefix: str, start: int, stop: int) -> list[Tensor]:

@@ -4,9 +4,11 @@ Each list of tensors lives on the GPU while it fits there, else in pinned host m
 the operating system pages in; `places` says which. Rows come back on the compute device whatever the place.
 """
 
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +51,18 @@ class ActivationCache:
         self.places: dict[str, str] = {}
         self._tensors: dict[str, list[Tensor]] = {}
         self._files: dict[str, list[Path]] = {}
+        self._mapped: dict[str, list[mmap.mmap]] = {}
 
-    def allocate(self, name: str, shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
-        """Make room for one tensor (count, *shape) per shape, in place of what `name` held before."""
+    def allocate(
+        self, name: str, shapes: Sequence[torch.Size], dtype: torch.dtype, count: int | None = None
+    ) -> None:
+        """Make room for one tensor (images, *shape) per shape, in place of what `name` held before.
+
+        `count`: of the first so many images, if not of all.
+        """
         self.drop(name)
-        size = sum(self.held * shape.numel() for shape in shapes) * dtype.itemsize
+        shapes = [torch.Size([self.held if count is None else self.ranks.share(count), *s]) for s in shapes]
+        size = sum(shape.numel() for shape in shapes) * dtype.itemsize
         for place in self.places_for(size):
             tensors = self._in_memory(place, shapes, dtype)
             if tensors is not None:
@@ -69,16 +78,28 @@ class ActivationCache:
         places = (GPU, PINNED) if self.device.type == "cuda" else (HOST,)
         return (place for place in places if self._fits(place, size))
 
-    def write(self, name: str, start: int, rows: Sequence[Tensor]) -> None:
-        """Store rows for the images from `start` on, allocating on the first write."""
+    def write(self, name: str, start: int, rows: Sequence[Tensor], count: int | None = None) -> None:
+        """Store rows for the images from `start` on, allocating on the first write (`count` as there)."""
         if name not in self._tensors:
-            self.allocate(name, [r.shape[1:] for r in rows], rows[0].dtype)
+            self.allocate(name, [r.shape[1:] for r in rows], rows[0].dtype, count)
         for stored, new in zip(self._tensors[name], rows, strict=True):
             stored[start : start + len(new)].copy_(new)
+        self.leave_pages()
 
     def rows(self, name: str, start: int, stop: int) -> list[Tensor]:
         """A copy of consecutive rows, on the compute device."""
-        return [t[start:stop].to(self.device, copy=True) for t in self._tensors[name]]
+        copies = [t[start:stop].to(self.device, copy=True) for t in self._tensors[name]]
+        self.leave_pages()
+        return copies
+
+    def leave_pages(self) -> None:
+        """Give the system back what was read or written of files: no content is lost, and it can be read again.
+
+        Else the whole of every file would count as memory of this process after a while.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in chain(*self._mapped.values()):
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def stored(self, name: str) -> list[Tensor]:
         """The tensors themselves, wherever they are; none for a name that was never written."""
@@ -86,13 +107,14 @@ class ActivationCache:
 
     def rename(self, old: str, new: str) -> None:
         self.drop(new)
-        for table in (self.places, self._tensors, self._files):
+        for table in (self.places, self._tensors, self._files, self._mapped):
             if old in table:
                 table[new] = table.pop(old)  # type: ignore[index, assignment]
 
     def drop(self, name: str) -> None:
         place = self.places.pop(name, None)
         self._tensors.pop(name, None)
+        self._mapped.pop(name, None)
         if place == PINNED:
             # PyTorch keeps pinned memory for tensors of the same size, which do not come: units grow smaller.
             torch._C._host_emptyCache()
@@ -123,7 +145,7 @@ class ActivationCache:
         """None where there is less room than it seemed: others use the same memory, and it may be in pieces."""
         where: dict[str, Any] = {"device": self.device} if place == GPU else {"pin_memory": place == PINNED}
         try:
-            return [torch.empty(self.held, *s, dtype=dtype, **where) for s in shapes]
+            return [torch.empty(s, dtype=dtype, **where) for s in shapes]
         except (torch.OutOfMemoryError, MemoryError):
             return None
         except RuntimeError as error:  # what the host's allocators raise has no class of its own
@@ -134,17 +156,19 @@ class ActivationCache:
     def _on_disk(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         folder = self.folder or Path(tempfile.gettempdir())
         folder.mkdir(parents=True, exist_ok=True)
-        count = self.held * shape.numel()
+        size = max(1, shape.numel()) * dtype.itemsize
         # Named like any other file in the making: where a kill leaves it behind, resuming removes it.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".cache-", suffix=".partial", delete=False) as file:
             path = Path(file.name)
             self._files.setdefault(name, []).append(path)
             try:  # now, since a full disk that is noticed later, through the mapping, ends the process
-                os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))
+                os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 self.drop(name)
                 raise FimaqError(f"activations do not fit on disk in {folder}: {error.strerror}") from error
-        return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(self.held, *shape)
+            mapped = mmap.mmap(file.fileno(), size)
+        self._mapped.setdefault(name, []).append(mapped)
+        return torch.frombuffer(mapped, dtype=dtype)[: shape.numel()].view(shape)
 
 
 def _pinned_bytes(size: int) -> int:

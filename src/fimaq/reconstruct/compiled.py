@@ -56,7 +56,7 @@ class Replay:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL watches from another thread
                 self._run()
         except Exception as error:  # a model may wait for the GPU in its forward, which no graph can hold
             torch.cuda.synchronize()

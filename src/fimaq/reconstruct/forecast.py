@@ -12,6 +12,8 @@ from torch import Tensor
 from fimaq.config import Config
 from fimaq.models.units import UnitChain
 from fimaq.reconstruct.cache import DISK, GPU, HOST, PINNED, ActivationCache
+from fimaq.reconstruct.memory import looked_at
+from fimaq.reconstruct.plan import images_for
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,22 @@ class ForecastCache(ActivationCache):
         self.free_memory = free_memory
         self.forecast = Forecast()
 
-    def allocate(self, name: str, shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
+    def allocate(
+        self, name: str, shapes: Sequence[torch.Size], dtype: torch.dtype, count: int | None = None
+    ) -> None:
         self.drop(name)
-        size = sum(self.count * shape.numel() for shape in shapes) * dtype.itemsize
+        images = self.count if count is None else count
+        size = sum(images * shape.numel() for shape in shapes) * dtype.itemsize
         place = next(self.places_for(size), DISK)
         self.places[name] = place
-        self._tensors[name] = [torch.empty(self.count, *s, dtype=dtype, device="meta") for s in shapes]
+        self._tensors[name] = [torch.empty(images, *s, dtype=dtype, device="meta") for s in shapes]
         self.forecast.allocations.append(Allocation(name, size, place))
         self.forecast.peaks[place] = max(self.forecast.peaks.get(place, 0), self.taken(place))
 
-    def expect(self, name: str, rows: Sequence[Tensor]) -> None:
-        """As `write` of the first rows does: room is made for all images."""
+    def expect(self, name: str, rows: Sequence[Tensor], count: int | None = None) -> None:
+        """As `write` of the first rows does: room is made for all images, or for `count`."""
         if name not in self._tensors:
-            self.allocate(name, [row.shape[1:] for row in rows], rows[0].dtype)
+            self.allocate(name, [row.shape[1:] for row in rows], rows[0].dtype, count)
 
     def drop(self, name: str) -> None:
         self.places.pop(name, None)
@@ -89,21 +94,25 @@ def forecast_lists(
     cache = ForecastCache(config.calib_size, device, config, free_memory)
     inputs, last = chain.first_inputs(images), len(chain) - 1
     outputs: dict[int, list[Tensor]] = {}
+
+    def needed(index: int) -> int:
+        return images_for(chain, index, config, config.calib_size, looked_at(images))
+
     cache.expect("teacher", [chain.model(images)])
     for prefix in ("raw", "quantized"):
-        cache.expect(f"{prefix} inputs", inputs)
+        cache.expect(f"{prefix} inputs", inputs, needed(0))
     for index, unit in enumerate(chain.units):
         outputs[index] = unit(inputs)
-        cache.expect("outputs", outputs[index])
+        cache.expect("outputs", outputs[index], needed(index))
         if config.method == "brecq" and unit.reconstructed and index < last:
             cache.expect("gradients", [torch.cat([o.flatten(1) for o in outputs[index]], 1)])
         cache.forecast.while_learning.append({place: cache.taken(place) for place in (GPU, PINNED, HOST, DISK)})
         if index < last:
             inputs = chain.next_inputs(index, outputs[index], {i: outputs[i] for i in unit.carried})
             for prefix in ("raw", "quantized"):
-                cache.expect(f"next {prefix}", inputs)
+                cache.expect(f"next {prefix}", inputs, needed(index + 1))
                 if any(index in later.carried for later in chain.units):
-                    cache.expect(f"{prefix} output {index}", outputs[index])
+                    cache.expect(f"{prefix} output {index}", outputs[index], needed(index + 1))
                 cache.rename(f"next {prefix}", f"{prefix} inputs")
         for name in ("outputs", "gradients"):
             cache.drop(name)

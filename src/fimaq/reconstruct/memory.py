@@ -20,6 +20,8 @@ SWEEP = 64
 """Images of USUAL_PIXELS at a time when a unit or a suffix is run over the calibration set, if memory allows."""
 USUAL_PIXELS = 384 * 384
 SHARE = 1 / 3
+LOOKED_AT = 32
+"""Images whose values are looked at for ties, at most."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -59,6 +61,11 @@ def sweep_of(images: Tensor) -> int:
     """How many of these images (n, C, H, W) may be looked at together: fewer of large ones, a power of two."""
     fitting = SWEEP * USUAL_PIXELS // (images.shape[-2] * images.shape[-1])
     return min(SWEEP, 1 << max(0, fitting.bit_length() - 1))
+
+
+def looked_at(images: Tensor) -> int:
+    """How many of these images are looked at for ties: no more than can be looked at together."""
+    return min(LOOKED_AT, sweep_of(images))
 
 
 def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> int:

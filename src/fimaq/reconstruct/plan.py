@@ -71,6 +71,13 @@ def plan(operations: Sequence[int], reconstructed: Sequence[bool], config: Confi
     return plans
 
 
+def images_for(chain: UnitChain, index: int, config: Config, count: int, looked_at: int) -> int:
+    """Of `count` images, how many the units from `index` on need: all to learn from, few to search ranges."""
+    if config.method != "rtn" and any(unit.reconstructed for unit in chain.units[index:]):
+        return count
+    return min(count, max(config.search_size, looked_at))
+
+
 def first_steps(count: int) -> Part:
     """The first step of so many sizes of units; on a GPU they are compiled then, which takes its own time."""
     return Part(FIRST_STEP, 1.0, count)

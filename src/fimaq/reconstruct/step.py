@@ -120,6 +120,7 @@ class ReconstructionStep:
     def _fetch_next(self) -> None:
         if self._prefetch is not None:
             self._prefetch.fetch(self.order[self.steps % ORDERED].tolist())
+            self.cache.leave_pages()
 
     def _prepared(self, compiled: bool) -> Callable[[], None]:
         """One iteration of this rank, to be called again and again."""
