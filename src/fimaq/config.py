@@ -12,6 +12,7 @@ from fimaq.errors import InputError
 Method = Literal["rtn", "qdrop", "brecq", "diag", "rank1", "lowrank", "fima-q"]
 Preset = Literal["deploy", "released"]
 Averages = Literal["signed", "absolute"]
+Heads = Literal["learned", "searched"]
 Precision = Literal["fp32", "tf32", "bf16"]
 Task = Literal["classification", "detection"]
 
@@ -48,6 +49,10 @@ class Config(BaseModel):
     class_map: Path | None = Field(None, description="JSON file: validation folder name -> class index")
     image_size: tuple[int, int] = Field(
         (800, 1333), description="detection: short and long side that images are resized to fit"
+    )
+
+    heads: Heads = Field(
+        "learned", description="detection: box and mask heads are learned; searched: their ranges alone"
     )
 
     bits: str = "w4a4"

@@ -4,8 +4,9 @@ import contextlib
 import copy
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,13 +30,13 @@ from fimaq.errors import InputError
 from fimaq.journal import Journal
 from fimaq.models.build import check_finite
 from fimaq.models.prepare import Structure, apply_findings, make_exact, prepare_model
-from fimaq.models.units import UnitChain
+from fimaq.models.units import Unit, UnitChain
 from fimaq.progress import Silent
 from fimaq.ranks import ALONE, Ranks, Stored
-from fimaq.reconstruct.algorithm import Reconstruction, UnitResult
+from fimaq.reconstruct.algorithm import Reconstruction, Report, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.memory import bounded, sweep_of
-from fimaq.reconstruct.plan import SEARCH, plan, unit_operations
+from fimaq.reconstruct.plan import SEARCH, UnitPlan, plan, unit_operations
 
 LOOKED_AT = 8
 """Images that run through the finished model to see where it can be made exact."""
@@ -57,8 +58,18 @@ class Rest(Protocol):
     def prepare(self, structure: Structure) -> None:
         """Convert its layers, quantizers off, and say so in `structure`."""
 
-    def quantize(self) -> None:
-        """Give them ranges and integers, once the units have theirs."""
+    def look(self) -> list[UnitPlan]:
+        """Remember what is needed of the model in full precision. Returns what each of `units` will take."""
+
+    @property
+    def units(self) -> list[Unit]:
+        """What is learned of it, once the chain is quantized."""
+
+    def search(self) -> None:
+        """Give all of it ranges, and integers to what is not learned."""
+
+    def learn(self, number: int, room: Callable[[int], ActivationCache], report: Report) -> UnitResult:
+        """Learn one of `units`. `room`: makes a cache for so many rows."""
 
 
 def quantize(
@@ -150,11 +161,21 @@ def run_quantization(
                 return Run(model, config, directory.read_metrics(), out)
             journal.keep_in(directory, config.tensorboard and ranks.rank == 0)
         spill = None if directory is None else directory.spill
-        cache = ActivationCache(count, device, spill, config.memory_budget, config.host_budget, ranks)
-        metrics = _quantize_units(chain, structure, images, config, cache, directory, journal)
+        began = time.monotonic()
+
+        def room(rows: int) -> ActivationCache:
+            return ActivationCache(rows, device, spill, config.memory_budget, config.host_budget, ranks)
+
+        later = [] if rest is None else rest.look()
+        metrics = _quantize_units(chain, structure, images, config, room(count), directory, journal, later)
         if rest is not None:
             journal.stage(SEARCH)
-            rest.quantize()
+            rest.search()
+            for number, unit in enumerate(rest.units):
+                make = partial(rest.learn, number, room)
+                metrics["units"].append(_finish(len(chain) + number, unit, make, directory, journal, ranks))
+        metrics["seconds"] = round(time.monotonic() - began, 2)
+        metrics["peak_memory_bytes"] = max(ranks.collect(peak_memory(device)))
         if directory is not None:
             state = quantized_state(model)
             metrics["size"] = _sizes(state, model)
@@ -171,9 +192,12 @@ def _quantize_units(
     cache: ActivationCache,
     directory: SharedDirectory | None,
     journal: Journal,
+    later: Sequence[UnitPlan],
 ) -> dict[str, Any]:
-    """Reconstruct, or reload from the checkpoint, the units of a prepared model one by one."""
-    began = time.monotonic()
+    """Reconstruct, or reload from the checkpoint, the units of a prepared model one by one.
+
+    `later`: what is to be learned after them.
+    """
     model, device, ranks = chain.model, cache.device, cache.ranks
     folded = even_out_channels(model, structure, images, config, device, ranks)
     journal.note(
@@ -185,7 +209,7 @@ def _quantize_units(
     for text in structure.stayed_float:
         journal.note(f"stays in float: {text}")
     learned = [unit.reconstructed for unit in chain.units]
-    journal.expect(plan(unit_operations(chain, images[:1].to(device)), learned, config))
+    journal.expect([*plan(unit_operations(chain, images[:1].to(device)), learned, config), *later])
     try:
         reconstruction = Reconstruction(chain, images, config, cache, journal.stage)
         places = dict(cache.places)
@@ -209,8 +233,6 @@ def _quantize_units(
     metrics |= {
         "folded_layer_norms": folded,
         "stayed_float": structure.stayed_float,
-        "seconds": round(time.monotonic() - began, 2),
-        "peak_memory_bytes": max(ranks.collect(peak_memory(device))),
         "device": str(device),
         "ranks": ranks.size,
     }
@@ -252,34 +274,44 @@ def even_out_channels(
 
 
 def _finish_unit(
-    reconstruction: Reconstruction,
+    reconstruction: Reconstruction, index: int, directory: SharedDirectory | None, journal: Journal
+) -> dict[str, Any]:
+    """Reconstruct one unit of the chain, or reload it if an earlier run got that far; then move on to the next."""
+    unit, make = reconstruction.chain.units[index], partial(reconstruction.reconstruct, index)
+    keep = partial(reconstruction.cache_full_precision, index)
+    record = _finish(index, unit, make, directory, journal, reconstruction.ranks, keep)
+    reconstruction.advance(index)
+    return record
+
+
+def _finish(
     index: int,
+    unit: Unit,
+    make: Callable[[Report], UnitResult],
     directory: SharedDirectory | None,
     journal: Journal,
+    ranks: Ranks,
+    before_loading: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reconstruct one unit, or reload it if an earlier run got that far; then move on to the next."""
-    unit = reconstruction.chain.units[index]
-    began = time.monotonic()
-    stage = f"unit-{index:03d}"
+    """The integers of a unit, by `make` or from the checkpoint of an earlier run. Returns its record."""
+    began, stage = time.monotonic(), f"unit-{index:03d}"
     stored = directory.load_stage(stage) if directory is not None else None
     if stored is not None:
-        reconstruction.cache_full_precision(index)
         if stored[1].get("unit") != unit.name:
             raise InputError(f"checkpoint {stage} holds {stored[1].get('unit')!r} instead of {unit.name!r}")
+        before_loading()
         load_quantized_state(unit.module, stored[0])
-        record: dict[str, Any] = stored[1]
         journal.note(f"{unit.name}: taken from the checkpoint")
-    else:
-        journal.start_unit(index, unit.name)
-        result = reconstruction.reconstruct(index, journal.report)
-        record = _unit_record(unit.name, result, time.monotonic() - began)
-        _take_from_first(unit.module, reconstruction.ranks)
-        if not result.finite:
-            journal.note(f"{unit.name}: the loss was not finite; its range-search result is kept")
-        if directory is not None:
-            directory.save_stage(stage, quantized_state(unit.module), record)
-        journal.finish_unit(record)
-    reconstruction.advance(index)
+        return stored[1]
+    journal.start_unit(index, unit.name)
+    result = make(journal.report)
+    record = _unit_record(unit.name, result, time.monotonic() - began)
+    _take_from_first(unit.module, ranks)
+    if not result.finite:
+        journal.note(f"{unit.name}: the loss was not finite; its range-search result is kept")
+    if directory is not None:
+        directory.save_stage(stage, quantized_state(unit.module), record)
+    journal.finish_unit(record)
     return record
 
 

@@ -6,7 +6,7 @@ from narrow_detector import CLASSES, narrow_detector, regions
 
 from fimaq.detection.boxes import decode
 from fimaq.detection.roi import pool_regions
-from fimaq.detection.roi_heads import boxes_and_scores, mask_probabilities
+from fimaq.detection.roi_heads import boxes_and_scores, mask_probabilities, stages
 
 STDS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
 SIZE = (90, 120)
@@ -39,7 +39,7 @@ def test_boxes_are_refined_in_turn_and_logits_averaged(features, box_head):
             label = [int(row[:CLASSES].argmax()) for row in logits]
             own = torch.stack([deltas[i, 4 * k : 4 * k + 4] for i, k in enumerate(label)])
             boxes = decode(given, own, SIZE, stds)
-    (found,), (scores,) = boxes_and_scores(list(heads), features, [proposals], [SIZE])
+    (found,), (scores,) = boxes_and_scores(stages(list(heads), features, [proposals], [SIZE]), [SIZE])
     torch.testing.assert_close(found, decode(given, deltas, SIZE, STDS[2]))
     mean_of_logits = (all_logits[0] + all_logits[1] + all_logits[2]) / 3
     torch.testing.assert_close(scores, mean_of_logits.softmax(dim=1))

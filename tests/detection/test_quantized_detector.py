@@ -22,10 +22,13 @@ DETECTORS = ("mask_rcnn_swin_t", "cascade_mask_rcnn_swin_t")
 
 
 class Impatient(Silent):
-    """Gives up when the fourth unit begins."""
+    """Gives up when a unit begins."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
 
     def report(self, facts: Facts) -> None:
-        if facts.number == 4:
+        if facts.unit.startswith(self.unit):
             raise KeyboardInterrupt
 
 
@@ -60,12 +63,22 @@ def test_what_stays_float_is_listed(run: Run) -> None:
     assert run.metrics["stayed_float"] == [f"roi_head.{head}.upsample (ConvTranspose2d)" for head in heads]
 
 
-def test_backbone_and_pyramid_are_reconstructed_and_proposals_only_searched(run: Run) -> None:
+def test_backbone_pyramid_and_heads_are_reconstructed_and_proposals_only_searched(run: Run) -> None:
     learned = {unit["unit"]: bool(unit["losses"]) for unit in run.metrics["units"]}
     assert not learned.pop("rpn_head")
-    assert list(learned)[-1] == "neck"
     assert all(learned.values())
-    assert len(learned) == 1 + sum(NARROW["depths"]) + 3 + 1
+    blocks = 1 + sum(NARROW["depths"]) + 3
+    assert list(learned)[blocks] == "neck"
+    count = {"mask_rcnn_swin_t": 1, "cascade_mask_rcnn_swin_t": 3}[str(run.config.model)]
+    numbers = [""] if count == 1 else [f".{number}" for number in range(count)]
+    assert list(learned)[blocks + 1 :] == [f"roi_head.{k}_head{n}" for k in ("bbox", "mask") for n in numbers]
+
+
+@pytest.mark.parametrize("settings", [{"heads": "searched"}, {"method": "rtn"}])
+def test_of_heads_that_are_not_learned_the_ranges_are_searched(settings: dict[str, Any]) -> None:
+    run = quantized(narrow_detector().float(), bits="w4a4", **settings)
+    assert not any("roi_head" in unit["unit"] for unit in run.metrics["units"])
+    assert all(layer.hard for _, layer in quantized_layers(run.model.roi_head))
 
 
 def test_a_stored_detector_detects_the_same_in_images_of_any_size(run: Run) -> None:
@@ -79,11 +92,12 @@ def test_a_stored_detector_detects_the_same_in_images_of_any_size(run: Run) -> N
             assert torch.equal(getattr(one, name), getattr(two, name))
 
 
-def test_an_interrupted_run_ends_as_if_it_had_not_been(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", ["backbone.layers.1.blocks.0", "roi_head.mask_head"])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(unit: str, run: Run, tmp_path: Path) -> None:
     name, out = run.config.model, tmp_path / "run"
     settings = {"model": name, "bits": "w4a4"}
     with pytest.raises(KeyboardInterrupt):
-        quantized(narrow_detector(name).float(), out, progress=Impatient(), **settings)
+        quantized(narrow_detector(name).float(), out, progress=Impatient(unit), **settings)
     resumed = quantized(narrow_detector(name).float(), out, resume=True, **settings)
     uninterrupted, again = run.model.state_dict(), resumed.model.state_dict()
     assert uninterrupted.keys() == again.keys()

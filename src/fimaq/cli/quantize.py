@@ -10,7 +10,7 @@ import typer
 
 from fimaq.cli import options
 from fimaq.cli.classifier import open_classifier
-from fimaq.config import Config
+from fimaq.config import Config, Heads
 from fimaq.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ def quantize(
     crop_pct: options.CropPct = None,
     image_size: Annotated[
         str | None, typer.Option(help="Detection: short and long side to fit images into. [default: 800,1333]")
+    ] = None,
+    heads: Annotated[
+        Heads | None,
+        typer.Option(
+            help="Detection: whether box and mask heads are learned, or their ranges searched, as published."
+        ),
     ] = None,
     model_arg: options.ModelArg = None,
     num_classes: options.NumClasses = None,

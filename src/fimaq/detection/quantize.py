@@ -1,11 +1,11 @@
 """Quantizing a detector as the paper does.
 
 Backbone and pyramid are reconstructed, block by block, under the KL divergence between the proposal network's
-classification outputs in full precision and quantized. Of the proposal network and of the heads that look at
-regions, only the ranges are searched.
+classification outputs in full precision and quantized. Of the proposal network only the ranges are searched. So it
+is with the heads that look at regions in the paper; here they are learned too, unless that is not wanted.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,14 +16,17 @@ from fimaq.config import Config
 from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.detection.conv import fold_batch_norms
 from fimaq.detection.detector import Detector
+from fimaq.detection.heads import Size, learn_head, lessons_for, look_at
 from fimaq.errors import InputError
 from fimaq.models.prepare import Structure
+from fimaq.models.units import Unit
 from fimaq.pipeline import Run, run_quantization
 from fimaq.progress import Silent
 from fimaq.quant.layers import can_convert, convert_layer, quantized_layers
+from fimaq.reconstruct.algorithm import Report, UnitResult
+from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.memory import sweep_of
-
-Size = tuple[int, int]
+from fimaq.reconstruct.plan import UnitPlan
 
 
 class ProposalScores(nn.Module):
@@ -73,14 +76,13 @@ def quantize_detector(
     return Run(detector, config, run.metrics, out)
 
 
-@dataclass(frozen=True)
 class RegionHeads:
-    """The box and mask heads, whose layers see regions of a picture and not the picture."""
+    """The box and mask heads: what is quantized of a detector behind its proposals."""
 
-    detector: Detector
-    images: Tensor
-    sizes: list[Size]
-    config: Config
+    def __init__(self, detector: Detector, images: Tensor, sizes: list[Size], config: Config) -> None:
+        self.detector, self.images, self.sizes, self.config = detector, images, sizes, config
+        learned = config.heads == "learned" and config.method != "rtn"
+        self.lessons = lessons_for(detector) if learned else []
 
     def prepare(self, structure: Structure) -> None:
         heads, bits = self.detector.roi_head, (self.config.weight_bits, self.config.activation_bits)
@@ -93,20 +95,46 @@ class RegionHeads:
                 structure.stayed_float.append(f"roi_head.{name} (ConvTranspose2d)")
         heads.requires_grad_(False)
 
+    def look(self) -> list[UnitPlan]:
+        """Remember what the heads look at and say in full precision. Returns what learning it will take."""
+        if self.lessons:
+            for part in self._parts(len(self.images)):
+                look_at(self.detector, self.lessons, self.images, self.sizes, part)
+        self.lessons = [lesson for lesson in self.lessons if lesson.looks]
+        return [lesson.plan(self.config) for lesson in self.lessons]
+
+    @property
+    def units(self) -> list[Unit]:
+        return [lesson.unit for lesson in self.lessons]
+
     @torch.no_grad()
-    def quantize(self) -> None:
-        """Search all ranges, on what the quantized detector proposes in a few images."""
+    def search(self) -> None:
+        """Search all ranges, on what the quantized detector proposes in a few images; fix what is not learned."""
         heads = self.detector.roi_head
-        device = next(heads.parameters()).device
-        few, step = min(len(self.images), self.config.search_size), sweep_of(self.images)
 
         def run() -> None:
-            for start in range(0, few, step):
-                stop = min(start + step, few)
-                self.detector(self.images[start:stop].to(device), self.sizes[start:stop])
+            for part in self._parts(min(len(self.images), self.config.search_size)):
+                self.detector(self.images[part].to(next(heads.parameters()).device), self.sizes[part])
 
         relative = self.config.method != "qdrop"
         with self.detector.every_region_counts():
             set_ranges(heads, run, self.config.preset, relative, keep_on_host=True)
+        learned = {layer for unit in self.units for _, layer in quantized_layers(unit.module)}
         for _, layer in quantized_layers(heads):
-            layer.harden()
+            if layer not in learned:
+                layer.harden()
+
+    def learn(self, number: int, room: Callable[[int], ActivationCache], report: Report) -> UnitResult:
+        """Learn one of the units. `room`: a cache for so many regions."""
+        lesson = self.lessons[number]
+        torch.manual_seed(self.config.seed * 1009 + 500 + number)
+        cache = room(lesson.count)
+        try:
+            return learn_head(self.detector, lesson, self.images, self.config, cache, report)
+        finally:
+            cache.close()
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        """The first images, as many at a time as can be looked at together."""
+        step = sweep_of(self.images)
+        return (slice(start, min(start + step, count)) for start in range(0, count, step))

@@ -1,6 +1,6 @@
 """From proposals to detections: one round (Mask R-CNN) or three that refine each other's boxes (Cascade)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +49,13 @@ class StandardRoIHead(nn.Module):
         self.num_classes, self.least_score = shape.num_classes, LEAST_SCORE
         self.bbox_head, self.mask_head = shape.heads_for(STAGE_STDS[0])
 
+    @property
+    def heads(self) -> tuple[list[BoxHead], list[MaskHead]]:
+        return [self.bbox_head], [self.mask_head]
+
     def forward(self, features: Sequence[Tensor], proposals: list[Tensor], sizes: Sizes) -> list[Detections]:
         """Pyramid maps (n, channels, h_i, w_i) and per image proposals (k, 4) -> detections per image."""
-        heads = [self.bbox_head], [self.mask_head]
-        return detect_in_stages(*heads, features, proposals, sizes, self.least_score)
+        return detect_in_stages(*self.heads, features, proposals, sizes, self.least_score)
 
 
 class CascadeRoIHead(nn.Module):
@@ -65,11 +68,14 @@ class CascadeRoIHead(nn.Module):
         self.bbox_head = nn.ModuleList(box_head for box_head, _ in stages)
         self.mask_head = nn.ModuleList(mask_head for _, mask_head in stages)
 
+    @property
+    def heads(self) -> tuple[list[BoxHead], list[MaskHead]]:
+        box_heads = [head for head in self.bbox_head if isinstance(head, BoxHead)]
+        return box_heads, [head for head in self.mask_head if isinstance(head, MaskHead)]
+
     def forward(self, features: Sequence[Tensor], proposals: list[Tensor], sizes: Sizes) -> list[Detections]:
         """As in StandardRoIHead."""
-        box_heads = [head for head in self.bbox_head if isinstance(head, BoxHead)]
-        mask_heads = [head for head in self.mask_head if isinstance(head, MaskHead)]
-        return detect_in_stages(box_heads, mask_heads, features, proposals, sizes, self.least_score)
+        return detect_in_stages(*self.heads, features, proposals, sizes, self.least_score)
 
 
 def detect_in_stages(
@@ -81,7 +87,7 @@ def detect_in_stages(
     least_score: float,
 ) -> list[Detections]:
     """Detections of each image: boxes of the last stage, classes and masks of all stages together."""
-    boxes, scores = boxes_and_scores(box_heads, features, proposals, sizes)
+    boxes, scores = boxes_and_scores(stages(box_heads, features, proposals, sizes), sizes)
     chosen = [
         choose_detections(b, s, least_score, OVERLAP, DETECTIONS) for b, s in zip(boxes, scores, strict=True)
     ]
@@ -92,26 +98,40 @@ def detect_in_stages(
     return [Detections(*kept, masks=mask) for kept, mask in zip(chosen, probabilities, strict=True)]
 
 
-def boxes_and_scores(
+@dataclass(frozen=True)
+class Stage:
+    """A box head, and per image the proposals (k, 4) it looks at, its logits (k, classes + 1) and its deltas."""
+
+    head: BoxHead
+    proposals: list[Tensor]
+    logits: tuple[Tensor, ...]
+    deltas: tuple[Tensor, ...]
+
+
+def stages(
     heads: Sequence[BoxHead], features: Sequence[Tensor], proposals: list[Tensor], sizes: Sizes
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> Iterator[Stage]:
+    """Each head looks at the boxes that the one before it has moved."""
+    counts = [len(p) for p in proposals]
+    for head in heads:
+        pooled = pool_regions(features, with_image_index(proposals), REGION_SIZE)
+        logits, deltas = (output.split(counts) for output in head(pooled))
+        yield Stage(head, proposals, logits, deltas)
+        if head is not heads[-1]:
+            proposals = [head.refined(*given) for given in zip(proposals, logits, deltas, sizes, strict=True)]
+
+
+def boxes_and_scores(stages: Iterable[Stage], sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
     """Per image: boxes (k, 4) or (k, 4 * classes) of the last head, and scores (k, classes + 1).
 
     The scores are the softmax of the logits' mean over the stages, not the mean of softmaxes.
     """
-    counts = [len(p) for p in proposals]
-    sum_of_logits = None
-    for stage, head in enumerate(heads):
-        pooled = pool_regions(features, with_image_index(proposals), REGION_SIZE)
-        stage_logits, stage_deltas = head(pooled)
-        sum_of_logits = stage_logits if sum_of_logits is None else sum_of_logits + stage_logits
-        logits, deltas = stage_logits.split(counts), stage_deltas.split(counts)
-        if stage < len(heads) - 1:
-            proposals = [head.refined(*given) for given in zip(proposals, logits, deltas, sizes, strict=True)]
-    assert sum_of_logits is not None
-    scores = (sum_of_logits / len(heads)).softmax(dim=1).split(counts)
-    boxes = [heads[-1].boxes(*given) for given in zip(proposals, deltas, sizes, strict=True)]
-    return boxes, list(scores)
+    passed = list(stages)
+    last = passed[-1]
+    logits = zip(*(stage.logits for stage in passed), strict=True)
+    scores = [(torch.stack(of_image).sum(0) / len(passed)).softmax(dim=1) for of_image in logits]
+    boxes = [last.head.boxes(*given) for given in zip(last.proposals, last.deltas, sizes, strict=True)]
+    return boxes, scores
 
 
 def mask_probabilities(

@@ -1,6 +1,6 @@
 """Algorithm 1 of the paper: reconstruct the units of a model one after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -85,25 +85,21 @@ class Reconstruction:
         if self.config.method == "rtn" or not unit.reconstructed:
             return self._harden(unit, [], True)
 
-        searched = _scales(unit.module)
+        searched = scales_of(unit.module)
         torch.manual_seed(self.config.seed * 1009 + index)
         objective = self.objective(index)
         step = ReconstructionStep(unit, objective, self.config, self.cache)
         evaluate, due = self.evaluation(index), _refresh_iterations(objective, self.config)
-        reported, losses = _report_iterations(self.config.iters), []
+
+        def refresh() -> None:
+            self.stage(REFRESH)
+            self.refresh(index, objective, evaluate)
+            self.stage(STEPS)
+
         self.stage(STEPS)
-        for iteration in range(self.config.iters):
-            if iteration in due:
-                self.stage(REFRESH)
-                self.refresh(index, objective, evaluate)
-                self.stage(STEPS)
-            step()
-            if iteration in reported:
-                losses.append((iteration, step.loss))
-                report(*losses[-1])
+        losses = learn(step, self.config.iters, report, due, refresh)
         result = self._harden(unit, losses, step.finish())
-        ended = _scales(unit.module)
-        result.scale_changes = {name: float((ended[name] / searched[name] - 1).mean()) for name in searched}
+        result.scale_changes = scale_changes(searched, unit.module)
         return result
 
     def advance(self, index: int) -> None:
@@ -250,8 +246,32 @@ class Reconstruction:
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
 
 
-def _scales(module: nn.Module) -> dict[str, Tensor]:
+def learn(
+    step: ReconstructionStep,
+    iterations: int,
+    report: Report,
+    due: Collection[int] = (),
+    refresh: Callable[[], None] = lambda: None,
+) -> list[tuple[int, float]]:
+    """Take all steps, with a refresh before those that are `due`. Returns the loss curve."""
+    reported, losses = _report_iterations(iterations), list[tuple[int, float]]()
+    for iteration in range(iterations):
+        if iteration in due:
+            refresh()
+        step()
+        if iteration in reported:
+            losses.append((iteration, step.loss))
+            report(*losses[-1])
+    return losses
+
+
+def scales_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: quantizer.scale.detach().clone() for name, quantizer in activation_quantizers(module)}
+
+
+def scale_changes(before: dict[str, Tensor], module: nn.Module) -> dict[str, float]:
+    """Relative change of each activation's scale since `before`, the mean where it has several."""
+    return {name: float((scale / before[name] - 1).mean()) for name, scale in scales_of(module).items()}
 
 
 def _refresh_iterations(objective: nn.Module, config: Config) -> set[int]:
