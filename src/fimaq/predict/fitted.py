@@ -28,10 +28,10 @@ SEARCH_BOUNDED, REFRESH_BOUNDED = 4.5, 1.9
 through a suffix at a time."""
 SETUP_SECONDS = 5.0
 
-SUFFIX_SHARE, RECORDED_SHARE, WORK_BYTES = 0.81, 1.96, 0.72 * GIBIBYTE
-"""GPU memory beside lists and model: of what the suffix keeps, of what a range search looks at, and the rest."""
-HOST_LIBRARIES = 3 * GIBIBYTE
-"""Assumed, not measured: what a process with CUDA takes on the host."""
+RECORDED_COPIES, WORK_BYTES = 2, 0.6 * GIBIBYTE
+"""GPU memory beside lists, model and what the suffix keeps: of what a range search looks at, and the rest."""
+HOST_LIBRARIES = 1 * GIBIBYTE
+"""What a process with CUDA takes on the host."""
 
 
 def step_seconds(unit: UnitSize, config: Config) -> float:
@@ -75,9 +75,9 @@ def gpu_bytes(
     sizes: Sizes, lists: int, while_learning: list[int], sweep: int, refreshed: bool, config: Config
 ) -> float:
     """The most memory on the GPU. `lists`: the most that cached lists take there; `while_learning`: by unit."""
-    search = RECORDED_SHARE * config.search_size * max(unit.recorded for unit in sizes.units)
+    search = RECORDED_COPIES * config.search_size * max(unit.recorded for unit in sizes.units)
     work = sizes.model_bytes + WORK_BYTES + search
-    suffixes = [SUFFIX_SHARE * sweep * sizes.saved_behind(i) for i in range(len(while_learning))]
+    suffixes = [sweep * sizes.saved_behind(i) for i in range(len(while_learning))]
     learning = [held + (suffix if refreshed else 0) for held, suffix in zip(while_learning, suffixes, strict=True)]
     needed = work + max(lists, *learning)
     return needed if config.memory_budget is None else min(needed, config.memory_budget)

@@ -121,7 +121,7 @@ def _host_bytes(sizes: Sizes, lists: Forecast, sweep: int, config: Config, devic
     kept = COPIES * sizes.model_bytes + config.calib_size * sizes.image_bytes
     looked_at = min(config.search_size, config.calib_size) * max(unit.recorded for unit in sizes.units)
     if device.type == "cuda":
-        bounded = looked_at if config.memory_budget is not None else 0
+        bounded = fitted.RECORDED_COPIES * looked_at if config.memory_budget is not None else 0
         return int(fitted.HOST_LIBRARIES + kept + lists.on_host + bounded)
     suffixes = [sweep * sizes.saved_behind(i) if _refreshed(config) else 0.0 for i in range(len(sizes.units))]
     working = [
