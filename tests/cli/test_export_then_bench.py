@@ -48,6 +48,30 @@ def test_bench_prints_a_table(exported: Path) -> None:
     assert all(text in done.out for text in ("batch 1", "batch 16", "full precision", "file"))
 
 
+@pytest.mark.parametrize(("name", "kind"), [("model.onnx", "onnx"), ("model.bin", "openvino")])
+def test_a_file_that_is_not_the_exported_one_is_not_timed(
+    name: str, kind: str, exported: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(exported, run)
+    content = bytearray((run / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (run / name).write_bytes(content)
+    done = fimaq("bench", run, "--repeats", "4", "--threads", "1")
+    assert done.code == 2
+    assert f"{run / name} is not the file that was exported" in done.err
+    assert f"--format {kind}" in done.err
+
+
+def test_a_record_that_says_nothing_is_refused(exported: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(exported, run)
+    (run / "export.json").write_text("[]")
+    done = fimaq("bench", run)
+    assert done.code == 2
+    assert "export.json is damaged" in done.err
+
+
 def test_a_run_that_was_not_exported_says_how(finished: Path) -> None:
     done = fimaq("bench", finished)
     assert done.code == 2

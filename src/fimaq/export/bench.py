@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fimaq.artifact.files import read_json, write_json
+from fimaq.artifact.files import write_json
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
-from fimaq.export.deliver import refuse_detectors
+from fimaq.export.deliver import exported_record, refuse_detectors
 from fimaq.export.formats import FORMATS, Format
 from fimaq.models.build import build_architecture
 from fimaq.progress import Silent
@@ -74,7 +74,7 @@ def _in_runtime(
     kind: Format, run: Path, model: nn.Module, threads: int, repeats: int, progress: Silent
 ) -> dict[str, Any]:
     kind.require()
-    given = read_json(run / kind.record)["input"]
+    given = exported_record(run, kind)["input"]
     shape = [given["shape"][1], *given["size"]]
     with tempfile.TemporaryDirectory() as folder:
         progress.note(f"translating the full-precision model for {kind.runtime}")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fimaq.artifact.files import file_digest, write_json
+from fimaq.artifact.files import file_digest, read_json, write_json
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
 from fimaq.export.formats import Format, find_format
@@ -102,6 +102,20 @@ def export_run(
         },
     }
     write_json(target.with_name(kind.record), record)
+    return record
+
+
+def exported_record(run: Path, kind: Format) -> dict[str, Any]:
+    """What was said of the exported file in `run`, if that is still the file which was verified."""
+    record = read_json(run / kind.record)
+    if not isinstance(record, dict) or not isinstance(record.get("sha256"), dict) or "input" not in record:
+        raise InputError(f"{run / kind.record} is damaged: it does not say what was exported")
+    for name, digest in record["sha256"].items():
+        if not (run / name).is_file() or file_digest(run / name) != digest:
+            raise InputError(
+                f"{run / name} is not the file that was exported and verified; make it again with: "
+                f"fimaq export {run} --format {kind.name}"
+            )
     return record
 
 
