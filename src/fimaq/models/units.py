@@ -162,8 +162,8 @@ class UnitChain:
                 self.units[index].module.forward = forward
             yield
         finally:
-            for index in replacements:
-                del self.units[index].module.forward
+            for index in replacements:  # not all were replaced if Ctrl-C came in between
+                self.units[index].module.__dict__.pop("forward", None)
 
     @torch.no_grad()
     def _trace(self, images: Tensor) -> None:
