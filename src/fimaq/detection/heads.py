@@ -179,6 +179,6 @@ def _objective(cache: ActivationCache, lesson: Lesson, config: Config, count: in
     deltas = flat(lesson.unit(cache.rows("quantized inputs", 0, count))) - targets
     if config.method == "qdrop":
         return MeanSquaredError(deltas)
-    if lesson.side == masks.REGION_SIZE:
+    if isinstance(lesson.unit.module, ChosenMasks):
         return MaskDivergence(config.temperature, deltas, targets)
     return BoxDivergence(outputs[0].shape[1] - 1, config.temperature, deltas, targets)
