@@ -79,6 +79,7 @@ def test_an_unknown_setting_is_refused_with_the_known_ones():
         ("iters", "many"),
         ("calib_size", -1),
         ("alpha", 1.5),
+        ("damping", -0.1),
         ("drop_probability", -0.1),
         ("warmup", 1.0),
         ("crop_pct", 0),
@@ -94,6 +95,21 @@ def test_a_value_outside_of_what_is_accepted_is_named(key, value):
         Config.create(**{key: value})
     assert str(error.value).startswith(f"{key}: ")
     assert f"(got {value!r})" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "damping", "relative"),
+    [
+        ({}, 0, True),
+        ({"method": "qdrop"}, 0, False),
+        ({"damping": 0.2}, 0.2, True),
+        ({"task": "detection"}, 0.5, False),
+        ({"task": "detection", "damping": 0}, 0, False),
+    ],
+)
+def test_a_detector_is_learned_and_searched_by_plain_errors_too(settings, damping, relative):
+    config = Config.create(**settings)
+    assert (config.resolved_damping, config.relative_errors) == (damping, relative)
 
 
 def test_an_unknown_method_brings_the_known_ones():

@@ -60,6 +60,12 @@ class Config(BaseModel):
     preset: Preset = "deploy"
     rank: int | None = Field(None, ge=1, description="k; None: 15, fewer for short runs")
     alpha: float = Field(0.5, ge=0, le=1, description="weight of the low-rank term in DPLR")
+    damping: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share of the squared error in a Fisher loss; None: 0.5 in detection, else 0",
+    )
     averages: Averages = Field("absolute", description="reading of the paper's averages over samples")
     iters: int = Field(20000, ge=1, le=10**9, description="reconstruction iterations per unit")
     batch_size: int = Field(32, ge=1)
@@ -150,6 +156,23 @@ class Config(BaseModel):
         if self.rank is not None:
             return self.rank
         return min(15, max(1, self.iters // ITERATIONS_PER_RANK))
+
+    @property
+    def resolved_damping(self) -> float:
+        """Half for a detector: its Fisher information comes from its proposals alone, and what box and mask heads
+        read of the same maps must not get lost. Nothing elsewhere."""
+        if self.damping is not None:
+            return self.damping
+        return 0.5 if self.task == "detection" else 0.0
+
+    @property
+    def relative_errors(self) -> bool:
+        """Whether the range search counts errors relative to the size of each token's output.
+
+        Not for `qdrop`, whose reconstruction minimises plain errors; and not in a detector, most of whose tokens
+        show background.
+        """
+        return self.method != "qdrop" and self.task != "detection"
 
     @property
     def lr_factor(self) -> float:

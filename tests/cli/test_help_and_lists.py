@@ -12,7 +12,7 @@ from fimaq.version import __version__
 
 OPTIONS = {
     "quantize": "--out --task --data --calib --val --weights --bits --method --preset --iters --rank --alpha "
-    "--calib-size --val-size --batch-size --crop-pct --image-size --model-arg --num-classes --class-map "
+    "--damping --calib-size --val-size --batch-size --crop-pct --image-size --model-arg --num-classes --class-map "
     "--allow-float --device --precision --memory-budget --host-budget --seed --config --resume --json "
     "w4a4 fima-q deploy 20000 1024",
     "evaluate": "--data --val --crop-pct --val-size --class-map --weights --batch-size --device --json",

@@ -76,6 +76,7 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     "no iterations": (lambda w, t: {"iters": 0}, ["iters"]),
     "no calibration images": (lambda w, t: {"calib_size": 0}, ["calib_size"]),
     "alpha above one": (lambda w, t: {"alpha": 1.5}, ["alpha", "1.5"]),
+    "negative damping": (lambda w, t: {"damping": -0.1}, ["damping", "-0.1"]),
     "alpha not a number": (lambda w, t: {"alpha": "nan"}, ["alpha"]),
     "crop of nothing": (lambda w, t: {"crop_pct": 0}, ["crop_pct"]),
     "negative seed": (lambda w, t: {"seed": -1}, ["seed"]),

@@ -20,8 +20,11 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def fisher_loss(method: str, averages: str, rank: int, alpha: float = 0.5) -> FisherLoss:
-    config = Config.create(method=method, averages=averages, rank=rank, alpha=alpha, calib_size=64, iters=100)
+def fisher_loss(
+    method: str, averages: str, rank: int, alpha: float = 0.5, damping: float | None = None
+) -> FisherLoss:
+    given = {"method": method, "averages": averages, "rank": rank, "alpha": alpha, "damping": damping}
+    config = Config.create(**given, calib_size=64, iters=100)
     return FisherLoss(config, SIZE, torch.device("cpu"))
 
 
@@ -33,10 +36,10 @@ def rows(averages: str, count: int) -> tuple[Tensor, Tensor]:
     return (gradients, perturbations) if averages == "signed" else (gradients.abs(), perturbations.abs())
 
 
-def collected_loss(method: str, averages: str) -> tuple[FisherLoss, Tensor]:
+def collected_loss(method: str, averages: str, damping: float | None = None) -> tuple[FisherLoss, Tensor]:
     """A loss fed as often as its rank says, and the deltas it was last normalised with."""
     count = 3 if method in ("lowrank", "fima-q") else 1
-    loss = fisher_loss(method, averages, count, alpha=0.3)
+    loss = fisher_loss(method, averages, count, 0.3, damping)
     for gradient, perturbation in zip(*rows(averages, count), strict=True):
         deltas = torch.randn(8, SIZE)
         loss.collect(gradient, perturbation, deltas)
@@ -58,6 +61,21 @@ def test_output_divergence_is_one_on_the_first_deltas() -> None:
 def test_fisher_losses_are_one_on_the_deltas_they_were_last_collected_with(method: str, averages: str) -> None:
     loss, deltas = collected_loss(method, averages)
     assert loss(deltas, deltas).item() == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("averages", AVERAGES)
+@pytest.mark.parametrize("method", FISHER)
+@pytest.mark.parametrize("damping", [0.4, 1.0])
+def test_a_damped_loss_has_its_share_of_the_squared_error(damping: float, method: str, averages: str) -> None:
+    parts = []
+    for share in (damping, 0.0):
+        torch.manual_seed(0)
+        loss, first = collected_loss(method, averages, share)
+        parts.append(loss(first * torch.linspace(0, 2, SIZE), first).item())
+    squared = MeanSquaredError(first)(first * torch.linspace(0, 2, SIZE), first).item()
+    damped, plain = parts
+    assert plain != pytest.approx(squared, rel=1e-3)
+    assert damped == pytest.approx((1 - damping) * plain + damping * squared, rel=1e-5)
 
 
 def test_mean_squared_error_grows_with_the_square_of_the_deltas() -> None:

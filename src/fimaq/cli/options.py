@@ -25,6 +25,9 @@ Preset = Annotated[
 ]
 Iters = Annotated[int | None, typer.Option(help=f"Iterations per unit. {default_of('iters')}")]
 Alpha = Annotated[float | None, typer.Option(help=f"Share of the low-rank term. {default_of('alpha')}")]
+Damping = Annotated[
+    float | None, typer.Option(help="Share of the plain squared error in the loss. [default: 0; detection: 0.5]")
+]
 CalibSize = Annotated[int | None, typer.Option(help=f"Calibration images. {default_of('calib_size')}")]
 ValSize = Annotated[int | None, typer.Option(help="Validation images at the end. [default: all; 500 on a CPU]")]
 BatchSize = Annotated[

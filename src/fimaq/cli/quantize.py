@@ -38,6 +38,7 @@ def quantize(
     iters: options.Iters = None,
     rank: Annotated[int | None, typer.Option(help="Rank k of the Fisher approximation. [default: 15]")] = None,
     alpha: options.Alpha = None,
+    damping: options.Damping = None,
     calib_size: options.CalibSize = None,
     val_size: options.ValSize = None,
     batch_size: options.BatchSize = None,

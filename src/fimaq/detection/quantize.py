@@ -116,9 +116,8 @@ class RegionHeads:
             for part in self._parts(min(len(self.images), self.config.search_size)):
                 self.detector(self.images[part].to(next(heads.parameters()).device), self.sizes[part])
 
-        relative = self.config.method != "qdrop"
         with self.detector.every_region_counts():
-            set_ranges(heads, run, self.config.preset, relative, keep_on_host=True)
+            set_ranges(heads, run, self.config.preset, self.config.relative_errors, keep_on_host=True)
         learned = {layer for unit in self.units for _, layer in quantized_layers(unit.module)}
         for _, layer in quantized_layers(heads):
             if layer not in learned:

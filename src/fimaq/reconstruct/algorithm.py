@@ -160,7 +160,7 @@ class Reconstruction:
                 if start < stop:
                     unit(self.cache.rows("raw inputs", start, stop))
 
-        relative, bounded = self.config.method != "qdrop", self.config.memory_budget is not None
+        relative, bounded = self.config.relative_errors, self.config.memory_budget is not None
         set_ranges(unit.module, run, self.config.preset, relative, bounded, self.ranks, sweeps)
         set_quantized(unit.module, True)
 

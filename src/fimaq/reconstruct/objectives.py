@@ -134,6 +134,8 @@ class FisherLoss(nn.Module):
         deltas = deltas.abs() if self.averages == "absolute" else deltas
         if name == "diagonal":
             return diagonal_loss(deltas, self.diagonal)
+        if name == "identity":
+            return deltas.square().sum(1)
         if name == "rank one":
             return rank_one_loss(deltas, self.direction)
         right = self.gradients if self.averages == "absolute" else self.perturbations
@@ -148,11 +150,16 @@ def _length(row: Tensor) -> Tensor:
 
 
 def _terms(config: Config) -> dict[str, float]:
-    """The terms of a method and their weights: DPLR is alpha * low rank + (1 - alpha) * diagonal, Eq. (21)."""
+    """The terms of a method and their weights: DPLR is alpha * low rank + (1 - alpha) * diagonal, Eq. (21).
+
+    A damped matrix has a share of the identity, so that what the Fisher information does not show counts too.
+    """
     terms = {
         "diag": {"diagonal": 1.0},
         "rank1": {"rank one": 1.0},
         "lowrank": {"low rank": 1.0},
         "fima-q": {"low rank": config.alpha, "diagonal": 1 - config.alpha},
     }[config.method]
-    return {name: weight for name, weight in terms.items() if weight > 0}
+    damping = config.resolved_damping
+    damped = {**{name: (1 - damping) * weight for name, weight in terms.items()}, "identity": damping}
+    return {name: weight for name, weight in damped.items() if weight > 0}

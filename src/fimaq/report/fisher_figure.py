@@ -271,7 +271,8 @@ def _approximations(
     low_rank = left.T @ loss.inverse.double() @ right
     terms = {"low rank": (low_rank + low_rank.T) / 2, "diagonal": loss.diagonal[columns].double().diag()}
     weights = dict(zip(loss.terms, loss.normalisers.double(), strict=True))
-    dplr = sum(share / weights[name] * terms[name] for name, share in loss.terms.items())
+    damped = {**terms, "identity": torch.eye(len(low_rank), dtype=torch.float64, device=low_rank.device)}
+    dplr = sum(share / weights[name] * damped[name] for name, share in loss.terms.items())
     return {name: m.cpu() for name, m in {**terms, "DPLR": dplr}.items() if isinstance(m, Tensor)}
 
 
