@@ -42,6 +42,12 @@ def test_the_main_table_has_every_model_width_and_method_of_the_paper() -> None:
     assert {cell.config.bits for cell in cells} == {"w3a3", "w4a4", "w6a6"}
 
 
+def test_the_full_table_of_the_documentation_can_be_run() -> None:
+    cells = expand(read_suite(str(Path(__file__).parents[2] / "benchmarks" / "full-table.yaml")))
+    assert len(cells) == 120
+    assert {str(cell.config.calib) for cell in cells if "Swin" in cell.name} == {"imagenette/train"}
+
+
 def test_models_of_the_shipped_suites_exist() -> None:
     import timm
 
