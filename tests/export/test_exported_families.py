@@ -14,6 +14,7 @@ from fimaq.errors import FimaqError
 from fimaq.export.deliver import export_run
 from fimaq.export.formats import FORMATS
 from fimaq.export.lower import count_products, lower
+from fimaq.export.processor import cuts_off_sums
 from fimaq.export.verify import verify
 
 REFUSED = {("openvino", "siglip")}
@@ -26,11 +27,13 @@ def test_a_family_is_exported_whole(family: str, noisy_model: Callable[..., nn.M
     name, arguments = FAMILIES[family]
     images = torch.randn(8, 3, arguments["img_size"], arguments["img_size"])
     model = noisy_model(name, **arguments)
-    quantized = fimaq.quantize(model, images, bits="w8a8", method="rtn", device="cpu").model
-    own: Tensor = quantized(images)
     for kind in FORMATS.values():
         if (kind.name, family) in REFUSED:
             continue
+        # On a processor without VNNI, OpenVINO cuts off sums of 8-bit products.
+        bits = "w6a6" if kind.symmetric and cuts_off_sums() else "w8a8"
+        quantized = fimaq.quantize(model, images, bits=bits, method="rtn", device="cpu").model
+        own: Tensor = quantized(images)
         lowered = lower(copy.deepcopy(quantized), images[:2], kind.symmetric)
         assert torch.equal(lowered(images), own)
 

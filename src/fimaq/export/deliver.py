@@ -17,6 +17,7 @@ from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
 from fimaq.export.formats import Format, find_format
 from fimaq.export.lower import count_products, lower, size_step
+from fimaq.export.processor import cuts_off_sums
 from fimaq.export.sessions import INPUT, OUTPUT, Session
 from fimaq.export.verify import shortcomings, verify
 from fimaq.loading import load
@@ -80,7 +81,7 @@ def export_run(
         found = verify(_opened(aside, kind), own, images)
         faults = shortcomings(found, products, floats_expected=bool(stayed_float))
         if faults:
-            raise FimaqError(f"the exported file is not good, and was not kept: {'; '.join(faults)}")
+            raise FimaqError(f"the exported file is not good, and was not kept: {'; '.join(faults)}{_hint(kind)}")
         size = kind.size(aside)
         digests = _move(Path(folder), target)
     record = {
@@ -144,6 +145,15 @@ def _opened(path: Path, kind: Format) -> Session:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise FimaqError(f"{kind.version} cannot load the exported file, which was not kept: {reason}") from None
+
+
+def _hint(kind: Format) -> str:
+    if not kind.symmetric or not cuts_off_sums():
+        return ""
+    return (
+        f". This processor has no VNNI, and {kind.runtime} cuts off sums of 8-bit products there: export with "
+        "--format onnx, or quantize to 6 bits or fewer"
+    )
 
 
 def _move(folder: Path, target: Path) -> dict[str, str]:

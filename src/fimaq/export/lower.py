@@ -2,11 +2,14 @@
 
 Linear: quantize, multiply with weights (in, out) dequantized per column, add the bias. A convolution whose
 windows do not overlap (a patch embedding) is such a product of patches. Attention products: both sides are
-quantized, left to unsigned bytes and right to signed ones, the pair that processors multiply fastest.
+quantized. The left side of a product is unsigned bytes, the right one signed, the pair that processors multiply
+fastest; unsigned too where both have 8 bits, which some processors would get wrong (`processor.py`).
 
 `symmetric` is for runtimes that multiply without zero points only: the codes are then the whole numbers of steps
 themselves, in signed bytes, wherever these fit. With 7 bits or fewer they always do.
 """
+
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 from fimaq.errors import InputError
 from fimaq.export.operators import convolve, multiply, quantize
+from fimaq.export.processor import largest_signed
 from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul
 from fimaq.quant.quantizers import ActivationQuantizer
 
@@ -27,7 +31,7 @@ class IntegerActivation(nn.Module):
     def __init__(self, quantizer: ActivationQuantizer, signed: bool, symmetric: bool) -> None:
         super().__init__()
         zero = int(quantizer.zero_point)
-        shift = 128 if signed else 0
+        shift = (quantizer.levels + 1) // 2 if signed else 0
         if symmetric:
             signed = zero <= 128 and quantizer.levels - zero <= 127
             shift = zero if signed else 0
@@ -44,7 +48,7 @@ class IntegerActivation(nn.Module):
 
 
 class IntegerWeight(nn.Module):
-    """A weight matrix (in, out) as signed integers with one scale and zero point per column."""
+    """A weight matrix (in, out) as integers with one scale and zero point per column."""
 
     codes: Tensor
     scale: Tensor
@@ -55,16 +59,19 @@ class IntegerWeight(nn.Module):
         quantizer = layer.weight_quantizer
         self.bits = 4 if quantizer.bits <= 4 and not symmetric else 8
         zero = quantizer.zero_point.flatten().to(torch.int16)
-        shift = zero if symmetric else torch.full_like(zero, 2 ** (self.bits - 1))
+        middle = 2 ** (max(4, quantizer.bits) - 1)
+        signed = symmetric or middle <= largest_signed(layer.input_quantizer.levels)
+        shift = zero if symmetric else torch.full_like(zero, middle if signed else 0)
         codes = layer.codes.to(torch.int16).flatten(1).T.contiguous() - shift
-        if codes.min() < -128 or codes.max() > 127:
+        kind = torch.int8 if signed else torch.uint8
+        if codes.min() < torch.iinfo(kind).min or codes.max() > torch.iinfo(kind).max:
             raise InputError(
                 "8-bit weights whose zero points are not in the middle are not multiplied in integer by OpenVINO: "
                 "quantize again with this version of fimaq"
             )
-        self.register_buffer("codes", codes.to(torch.int8))
+        self.register_buffer("codes", codes.to(kind))
         self.register_buffer("scale", quantizer.scale.detach().flatten().clone())
-        self.register_buffer("zero_point", (zero - shift).to(torch.int8))
+        self.register_buffer("zero_point", (zero - shift).to(kind))
 
 
 class _WithWeight(QuantizedLayer):
@@ -115,23 +122,25 @@ class IntegerPatches(_WithWeight, QuantConv2d):
 
 
 class IntegerConv2d(QuantConv2d):
-    """Any other convolution, on integers: weights minus their zero point may need two halves to fit into bytes."""
+    """Any other convolution, on integers: weights minus their zero point are a sum of parts, all small enough."""
 
     def prepare(self, symmetric: bool) -> None:
         self.input = IntegerActivation(self.input_quantizer, False, symmetric)
         quantizer = self.weight_quantizer
         whole = self.codes.to(torch.int16) - quantizer.zero_point.to(torch.int16)
-        fits = whole.min() >= -128 and whole.max() <= 127
-        halves = [whole] if fits else [whole // 2, whole - whole // 2]
-        self.halves = nn.ParameterList(nn.Parameter(half.to(torch.int8), requires_grad=False) for half in halves)
+        largest = 128 if symmetric else min(128, largest_signed(self.input_quantizer.levels))
+        parts = _small_parts(whole, largest)
+        self.parts = nn.ParameterList(nn.Parameter(part.to(torch.int8), requires_grad=False) for part in parts)
         self.register_buffer("sum_scale", (self.input.scale * quantizer.scale).view(-1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         codes, zero_point = self.input(x), self.input.zero_point
         padding = list(self._reversed_padding_repeated_twice)
         shape = (list(self.stride), padding, list(self.dilation), self.groups)
-        sums = [convolve(codes, zero_point, half, *shape) for half in self.halves]
-        product = (sums[0] if len(sums) == 1 else sums[0] + sums[1]) * self.sum_scale
+        total, *others = (convolve(codes, zero_point, part, *shape) for part in self.parts)
+        for other in others:
+            total = total + other
+        product = total * self.sum_scale
         return product if self.bias is None else product + self.bias.view(-1, 1, 1)
 
 
@@ -140,7 +149,8 @@ class IntegerMatMul(QuantMatMul):
 
     def prepare(self, symmetric: bool) -> None:
         self.left = IntegerActivation(self.left_quantizer, False, symmetric)
-        self.right = IntegerActivation(self.right_quantizer, True, symmetric)
+        signed = (self.right_quantizer.levels + 1) // 2 <= largest_signed(self.left_quantizer.levels)
+        self.right = IntegerActivation(self.right_quantizer, signed, symmetric)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         return self.left.times(self.left(left), self.right, self.right(right))
@@ -194,7 +204,7 @@ def count_products(lowered: nn.Module) -> int:
     """How many products of integers one forward pass makes."""
     kinds = (IntegerLinear, IntegerPatches, IntegerMatMul)
     whole = sum(isinstance(module, kinds) for module in lowered.modules())
-    return whole + sum(len(m.halves) for m in lowered.modules() if isinstance(m, IntegerConv2d))
+    return whole + sum(len(m.parts) for m in lowered.modules() if isinstance(m, IntegerConv2d))
 
 
 @torch.no_grad()
@@ -213,6 +223,15 @@ def _constant_outputs(model: nn.Module, example: Tensor) -> dict[nn.Module, Tens
         for hook in hooks:
             hook.remove()
     return {m: found[0] for m, found in seen.items() if all(torch.equal(found[0], other) for other in found)}
+
+
+def _small_parts(whole: Tensor, largest: int) -> list[Tensor]:
+    """As few whole numbers as are small enough for a signed byte, and no larger than `largest`, with this sum."""
+    for parts in count(1):
+        found = [whole * (i + 1) // parts - whole * i // parts for i in range(parts)]
+        if all(part.min() >= -largest and part.max() <= min(largest, 127) for part in found):
+            return found
+    raise AssertionError("unreachable")
 
 
 def _integer_form(module: nn.Module) -> IntegerForm | None:
