@@ -90,6 +90,12 @@ def test_an_unknown_format_is_refused(finished: Path) -> None:
     assert "'tflite' is not known; accepted are onnx, openvino" in done.err
 
 
+def test_an_unknown_processor_is_refused(finished: Path) -> None:
+    done = fimaq("export", finished, "--processor", "npu")
+    assert done.code == 2
+    assert "'npu' is not known; accepted are any, vnni" in done.err
+
+
 def test_images_that_moved_are_asked_for(exported: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(exported, run)

@@ -16,8 +16,8 @@ from fimaq.artifact.files import file_digest, read_json, write_json
 from fimaq.artifact.run_directory import RunDirectory
 from fimaq.errors import FimaqError, InputError
 from fimaq.export.formats import Format, find_format
-from fimaq.export.lower import count_products, lower, size_step
-from fimaq.export.processor import cuts_off_sums
+from fimaq.export.lower import count_products, has_unsigned_right_sides, lower, size_step
+from fimaq.export.processor import LARGEST_SUMS, cuts_off_sums
 from fimaq.export.sessions import INPUT, OUTPUT, Session
 from fimaq.export.verify import shortcomings, verify
 from fimaq.loading import load
@@ -33,6 +33,18 @@ def refuse_detectors(directory: RunDirectory) -> None:
         raise InputError(f"{directory.path} holds a detector; so far only classification models are exported")
 
 
+def check_processor(processor: str, kind: Format) -> None:
+    if processor not in LARGEST_SUMS:
+        raise InputError(f"processor {processor!r} is not known; accepted are {', '.join(LARGEST_SUMS)}")
+    if processor == "vnni" and kind.symmetric:
+        raise InputError("processor 'vnni' is for format onnx: with openvino there is no choice but 'any'")
+    if processor == "vnni" and cuts_off_sums():
+        raise InputError(
+            "processor 'vnni': this processor has no VNNI, so that such a file cannot be verified here: export "
+            "with --processor any, or on a processor with VNNI"
+        )
+
+
 def export_run(
     run: str | Path,
     images: Mapping[str, Tensor],
@@ -40,15 +52,18 @@ def export_run(
     model: nn.Module | None = None,
     progress: Silent | None = None,
     format: str = "onnx",
+    processor: str = "any",
 ) -> dict[str, Any]:
     """Write RUN/model.onnx or RUN/model.xml (or `out`) and its record beside it; return what the record holds.
 
     `images`: sets of preprocessed images (n, C, H, W) by name, on which file and run are compared; the first one
     also gives the size of the file's input. `model` is the architecture, where the run has no timm name for it.
+    `processor`: where an ONNX file will be right, "any" or only "vnni", which is faster with 8 bits on both sides.
     Nothing is written unless the file agrees with the run and every quantized product executes in integer.
     """
     progress = progress or Silent()
     kind = find_format(format)
+    check_processor(processor, kind)
     path = Path(run)
     directory = RunDirectory.open_existing(path)
     refuse_detectors(directory)
@@ -66,7 +81,7 @@ def export_run(
     progress.note(f"translating for {kind.runtime}")
     first = next(given for given in images.values() if len(given))
     example = first[[0, -1]]
-    lowered = lower(copy.deepcopy(own), example, kind.symmetric)
+    lowered = lower(copy.deepcopy(own), example, kind.symmetric, processor)
     step, traced = size_step(own, example) if kind.any_size else None, example
     if step is not None:
         # Traced at another size than its own, at which a model may take a short cut that holds for no other.
@@ -76,7 +91,7 @@ def export_run(
     products = count_products(lowered)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder:
         aside = Path(folder) / target.name
-        kind.write(lowered, traced, aside, lowered=True, step=step)
+        kind.write(lowered, traced, aside, lowered=True, step=step, processor=processor)
         progress.note(f"verifying in {kind.runtime}")
         found = verify(_opened(aside, kind), own, images)
         faults = shortcomings(found, products, floats_expected=bool(stayed_float))
@@ -89,6 +104,8 @@ def export_run(
         "sha256": digests,
         "bytes": size,
         "format": kind.name,
+        # OpenVINO's files are the same for all processors, but not right on all of them.
+        "processor": None if kind.symmetric else processor,
         "input": _input(example, step),
         "output": {"name": OUTPUT},
         "preprocessing": directory.config["preprocessing"],
@@ -103,6 +120,8 @@ def export_run(
         },
     }
     write_json(target.with_name(kind.record), record)
+    if not kind.symmetric and has_unsigned_right_sides(lowered):
+        progress.note("8 bits on both sides: where there is VNNI, --processor vnni makes a faster file")
     return record
 
 

@@ -42,13 +42,15 @@ class Format:
         path: Path,
         lowered: bool,
         step: tuple[int, int] | None = None,
+        processor: str = "any",
     ) -> None:
         """Write a model, which `lower` was applied to or not, as `path` and files beside it.
 
-        `step`: images may have any height and width that are multiples of these.
+        `step`: images may have any height and width that are multiples of these. `processor`: what it was lowered
+        for.
         """
         writer: Callable[..., None] = import_module(f"fimaq.export.{self.name}_file").write
-        writer(model, example, path, lowered, step)
+        writer(model, example, path, lowered, step, processor)
 
     def require(self) -> None:
         """An error that says what to install, where it is missing."""

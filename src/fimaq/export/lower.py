@@ -3,7 +3,8 @@
 Linear: quantize, multiply with weights (in, out) dequantized per column, add the bias. A convolution whose
 windows do not overlap (a patch embedding) is such a product of patches. Attention products: both sides are
 quantized. The left side of a product is unsigned bytes, the right one signed, the pair that processors multiply
-fastest; unsigned too where both have 8 bits, which some processors would get wrong (`processor.py`).
+fastest; unsigned too where both have 8 bits and the file is for any processor: some would get the fastest pair
+wrong (`processor.py`).
 
 `symmetric` is for runtimes that multiply without zero points only: the codes are then the whole numbers of steps
 themselves, in signed bytes, wherever these fit. With 7 bits or fewer they always do.
@@ -54,13 +55,13 @@ class IntegerWeight(nn.Module):
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, layer: QuantizedLayer, symmetric: bool) -> None:
+    def __init__(self, layer: QuantizedLayer, symmetric: bool, processor: str) -> None:
         super().__init__()
         quantizer = layer.weight_quantizer
         self.bits = 4 if quantizer.bits <= 4 and not symmetric else 8
         zero = quantizer.zero_point.flatten().to(torch.int16)
         middle = 2 ** (max(4, quantizer.bits) - 1)
-        signed = symmetric or middle <= largest_signed(layer.input_quantizer.levels)
+        signed = middle <= largest_signed(layer.input_quantizer.levels, processor)
         shift = zero if symmetric else torch.full_like(zero, middle if signed else 0)
         codes = layer.codes.to(torch.int16).flatten(1).T.contiguous() - shift
         kind = torch.int8 if signed else torch.uint8
@@ -77,9 +78,9 @@ class IntegerWeight(nn.Module):
 class _WithWeight(QuantizedLayer):
     """What a Linear and a convolution of patches share: an activation on the left, a weight on the right."""
 
-    def prepare(self, symmetric: bool) -> None:
+    def prepare(self, symmetric: bool, processor: str) -> None:
         self.input = IntegerActivation(self.input_quantizer, False, symmetric)
-        self.integers = IntegerWeight(self, symmetric)
+        self.integers = IntegerWeight(self, symmetric, processor)
 
     def product(self, codes: Tensor) -> Tensor:
         """Codes of the input (..., n, in) times the weight: (..., n, out)."""
@@ -92,8 +93,8 @@ class IntegerLinear(_WithWeight, QuantLinear):
     shifted: Tensor
     back: Tensor
 
-    def prepare(self, symmetric: bool) -> None:
-        super().prepare(symmetric)
+    def prepare(self, symmetric: bool, processor: str) -> None:
+        super().prepare(symmetric, processor)
         if self.output_offset is not None:
             for name, bias in zip(("shifted", "back"), self.rounding_bias(), strict=True):
                 self.register_buffer(name, bias.clone())
@@ -124,12 +125,11 @@ class IntegerPatches(_WithWeight, QuantConv2d):
 class IntegerConv2d(QuantConv2d):
     """Any other convolution, on integers: weights minus their zero point are a sum of parts, all small enough."""
 
-    def prepare(self, symmetric: bool) -> None:
+    def prepare(self, symmetric: bool, processor: str) -> None:
         self.input = IntegerActivation(self.input_quantizer, False, symmetric)
         quantizer = self.weight_quantizer
         whole = self.codes.to(torch.int16) - quantizer.zero_point.to(torch.int16)
-        largest = 128 if symmetric else min(128, largest_signed(self.input_quantizer.levels))
-        parts = _small_parts(whole, largest)
+        parts = _small_parts(whole, largest_signed(self.input_quantizer.levels, processor))
         self.parts = nn.ParameterList(nn.Parameter(part.to(torch.int8), requires_grad=False) for part in parts)
         self.register_buffer("sum_scale", (self.input.scale * quantizer.scale).view(-1, 1, 1))
 
@@ -147,9 +147,9 @@ class IntegerConv2d(QuantConv2d):
 class IntegerMatMul(QuantMatMul):
     """The product of two activations (..., n, k) and (..., k, m)."""
 
-    def prepare(self, symmetric: bool) -> None:
+    def prepare(self, symmetric: bool, processor: str) -> None:
         self.left = IntegerActivation(self.left_quantizer, False, symmetric)
-        signed = (self.right_quantizer.levels + 1) // 2 <= largest_signed(self.left_quantizer.levels)
+        signed = (self.right_quantizer.levels + 1) // 2 <= largest_signed(self.left_quantizer.levels, processor)
         self.right = IntegerActivation(self.right_quantizer, signed, symmetric)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
@@ -168,11 +168,13 @@ class ConstantLayer(QuantLinear):
 IntegerForm = type[IntegerLinear] | type[IntegerPatches] | type[IntegerConv2d] | type[IntegerMatMul]
 
 
-def lower(model: nn.Module, example: Tensor, symmetric: bool = False) -> nn.Module:
+def lower(model: nn.Module, example: Tensor, symmetric: bool = False, processor: str = "any") -> nn.Module:
     """The same model, in place, with every quantized layer turned into its integer form.
 
-    `example`: at least two images (n, C, H, W), to see what depends on the image.
+    `example`: at least two images (n, C, H, W), to see what depends on the image. `processor`: one of
+    `LARGEST_SUMS`. A symmetric runtime has no unsigned right sides to fall back on: it gets signed ones always.
     """
+    processor = "vnni" if symmetric else processor
     constants = _constant_outputs(model, example)
     for name, module in list(model.named_modules()):
         form = _integer_form(module)
@@ -182,7 +184,7 @@ def lower(model: nn.Module, example: Tensor, symmetric: bool = False) -> nn.Modu
         elif form is not None:
             _refuse_many_scales(name, module)
             module.__class__ = form
-            module.prepare(symmetric)
+            module.prepare(symmetric, processor)
     return model
 
 
@@ -205,6 +207,13 @@ def count_products(lowered: nn.Module) -> int:
     kinds = (IntegerLinear, IntegerPatches, IntegerMatMul)
     whole = sum(isinstance(module, kinds) for module in lowered.modules())
     return whole + sum(len(m.parts) for m in lowered.modules() if isinstance(m, IntegerConv2d))
+
+
+def has_unsigned_right_sides(lowered: nn.Module) -> bool:
+    """Whether some product is not of the fastest pair, unsigned times signed."""
+    weights = [m.integers for m in lowered.modules() if isinstance(m, _WithWeight)]
+    activations = [m.right for m in lowered.modules() if isinstance(m, IntegerMatMul)]
+    return any(right.zero_point.dtype == torch.uint8 for right in (*weights, *activations))
 
 
 @torch.no_grad()

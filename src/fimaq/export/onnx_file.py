@@ -17,13 +17,19 @@ from fimaq.export.lower import IntegerWeight
 from fimaq.export.sessions import INPUT, OUTPUT
 
 OPSET = 21
+PROCESSOR = "fimaq.processor"
+"""The entry of a file's metadata that names the only processors it is right on; without one it is on any."""
 Step = tuple[int, int]
 
 op: Any = onnxscript.opset21
 
 
-def write(model: nn.Module, example: Tensor, path: Path, lowered: bool, step: Step | None = None) -> None:
+def write(
+    model: nn.Module, example: Tensor, path: Path, lowered: bool, step: Step | None = None, processor: str = "any"
+) -> None:
     translated = onnx_model(model, example, step) if lowered else translate(model, example, step)
+    if processor != "any":
+        translated.metadata_props[PROCESSOR] = processor
     path.write_bytes(ir.to_proto(translated).SerializeToString())
 
 

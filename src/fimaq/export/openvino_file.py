@@ -16,8 +16,10 @@ from fimaq.export.onnx_file import op, translate, window
 from fimaq.export.sessions import openvino_core
 
 
-def write(model: nn.Module, example: Tensor, path: Path, lowered: bool, step: None = None) -> None:
-    """The number of images is left open, their size is the example's."""
+def write(
+    model: nn.Module, example: Tensor, path: Path, lowered: bool, step: None = None, processor: str = "any"
+) -> None:
+    """The number of images is left open, their size is the example's. `processor` makes no difference here."""
     translated = translate(model, example, quantize=_quantize, convolve=_convolve)
     if lowered:
         _weights_by_output(translated.graph)

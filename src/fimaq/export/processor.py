@@ -1,21 +1,22 @@
-"""Whether this machine's processor adds up products of bytes exactly.
+"""What processors add up exactly when they multiply bytes, and whether this machine's does.
 
 x86 processors without VNNI multiply unsigned and signed bytes in pairs and add each pair up in 16 bits, which is
-too few for two 8-bit sides. `lower` avoids such pairs for onnxruntime; OpenVINO has no others to choose from.
+too few for two 8-bit sides. `lower` avoids such pairs for onnxruntime, unless a file is for processors with VNNI
+alone, where they are the fastest; OpenVINO has no others to choose from.
 """
 
 import platform
 from pathlib import Path
 
-LARGEST_SUM = 2**15 - 1
-"""Of two products, before it is cut off."""
+LARGEST_SUMS = {"any": 2**15 - 1, "vnni": 2**31 - 1}
+"""Of two products, before it is cut off, by the processors that a file can be made for."""
 EXACT = {"avx512_vnni", "avx_vnni", "amx_int8"}
 """What Linux calls the instructions that add up in 32 bits."""
 
 
-def largest_signed(largest_unsigned: int) -> int:
-    """How large signed codes may be that any processor multiplies with unsigned ones up to `largest_unsigned`."""
-    return LARGEST_SUM // (2 * largest_unsigned)
+def largest_signed(largest_unsigned: int, processor: str = "any") -> int:
+    """How large signed bytes may be that `processor` multiplies exactly with others up to `largest_unsigned`."""
+    return min(128, LARGEST_SUMS[processor] // (2 * largest_unsigned))
 
 
 def cuts_off_sums() -> bool:
