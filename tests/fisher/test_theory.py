@@ -104,6 +104,20 @@ def test_the_divergence_of_equal_outputs_and_its_gradient_are_zero(point: Point)
     assert gradient.abs().max() < 1e-14
 
 
+@pytest.mark.parametrize("classes", [2, 1000])
+def test_a_small_divergence_of_single_precision_outputs_is_not_lost_in_rounding(classes: int) -> None:
+    # As between a head and its 8-bit self: single precision leaves noise of it, or less than zero.
+    generator = torch.Generator().manual_seed(0)
+    teacher, error = (torch.randn(64, classes, generator=generator) for _ in range(2))
+    student = teacher + 1e-3 * error
+    step = (student.double() - teacher.double()) / 20
+    p = (teacher.double() / 20).softmax(1)
+    second_order = ((p * step.square()).sum(1) - (p * step).sum(1).square()) / 2
+    found = kl_divergence(teacher, student, 20.0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), second_order, rtol=1e-3, atol=1e-14)
+
+
 def test_gradients_of_samples_in_one_batch_do_not_mix(point: Point) -> None:
     stretched = [point.z + s * point.direction for s in (0.1, -0.2, 0.3)]
     teachers = point.teacher.expand(3, -1)

@@ -7,10 +7,15 @@ from torch import Tensor
 
 
 def kl_divergence(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
-    """D_KL(p(y; z) || p(y; z + dz)) for every sample, Eq. (8). Logits (n, ..., classes) -> (n,)."""
-    log_p = torch.log_softmax(teacher / temperature, dim=-1)
-    log_q = torch.log_softmax(student / temperature, dim=-1)
-    return (log_p.exp() * (log_p - log_q)).flatten(1).sum(1)
+    """D_KL(p(y; z) || p(y; z + dz)) for every sample, Eq. (8). Logits (n, ..., classes) -> (n,).
+
+    In double precision: of a small perturbation it is a small difference of large numbers, and what single
+    precision leaves of it may be below zero.
+    """
+    log_p = torch.log_softmax(teacher.double() / temperature, dim=-1)
+    log_q = torch.log_softmax(student.double() / temperature, dim=-1)
+    divergence = (log_p.exp() * (log_p - log_q)).flatten(1).sum(1)
+    return divergence.to(torch.promote_types(student.dtype, torch.float32))
 
 
 def kl_gradient(

@@ -186,7 +186,7 @@ def _counterpart(unit: Unit, quantized: nn.Module) -> Unit:
 
 def _judge(record: UnitSensitivity, teacher: Tensor, logits: Tensor) -> None:
     logits = logits.float()
-    record.divergences += kl_divergence(teacher.double(), logits.double()).tolist()
+    record.divergences += kl_divergence(teacher, logits).tolist()
     record.agreeing += int((teacher.argmax(-1) == logits.argmax(-1)).sum())
 
 
