@@ -90,7 +90,7 @@ class Config(BaseModel):
     compile: bool | None = Field(None, description="fuse operators; None: on a GPU from 1000 iterations on")
     memory_budget: int | None = Field(None, gt=0, description="bytes, or text such as 4GiB; None: all there is")
     host_budget: int | None = Field(
-        None, gt=0, description="bytes of host memory for what does not fit on the GPU; then disk"
+        None, gt=0, description="bytes of host memory that the process may take beside a GPU; more goes to disk"
     )
     seed: int = Field(0, ge=0, lt=2**31)
     tensorboard: bool = Field(False, description="write curves for TensorBoard into the run directory")

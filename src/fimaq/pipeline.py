@@ -35,7 +35,7 @@ from fimaq.progress import Silent
 from fimaq.ranks import ALONE, Ranks, Stored
 from fimaq.reconstruct.algorithm import Reconstruction, Report, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.memory import bounded, sweep_of
+from fimaq.reconstruct.memory import bounded, resident_bytes, room_on_host, sweep_of
 from fimaq.reconstruct.plan import SEARCH, UnitPlan, plan, unit_operations
 
 LOOKED_AT = 8
@@ -164,7 +164,8 @@ def run_quantization(
         began = time.monotonic()
 
         def room(rows: int) -> ActivationCache:
-            return ActivationCache(rows, device, spill, config.memory_budget, config.host_budget, ranks)
+            on_host = room_on_host(config.host_budget, resident_bytes())
+            return ActivationCache(rows, device, spill, config.memory_budget, on_host, ranks)
 
         later = [] if rest is None else rest.look()
         metrics = _quantize_units(chain, structure, images, config, room(count), directory, journal, later)
@@ -176,6 +177,7 @@ def run_quantization(
                 metrics["units"].append(_finish(len(chain) + number, unit, make, directory, journal, ranks))
         metrics["seconds"] = round(time.monotonic() - began, 2)
         metrics["peak_memory_bytes"] = max(ranks.collect(peak_memory(device)))
+        metrics["peak_host_bytes"] = max(ranks.collect(peak_memory(torch.device("cpu"))))
         if directory is not None:
             state = quantized_state(model)
             metrics["size"] = _sizes(state, model)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fimaq.reconstruct import cache as cache_module
 from fimaq.reconstruct.cache import ActivationCache
+from fimaq.reconstruct.memory import resident_bytes, room_on_host
 
 COUNT = 10
 
@@ -135,13 +136,26 @@ def test_a_budget_bounds_what_is_held_in_memory(tmp_path: Path) -> None:
 
 
 def test_beside_a_gpu_the_host_holds_no_more_than_it_may() -> None:
-    bounded = ActivationCache(COUNT, torch.device("cuda"), host_budget=1024)
+    bounded = ActivationCache(COUNT, torch.device("cuda"), host_room=1024)
     assert bounded._fits("pinned host memory", 1024)
     assert not bounded._fits("pinned host memory", 1025)
 
 
+def test_a_budget_for_the_host_is_for_the_whole_process() -> None:
+    assert room_on_host(None, 10**9) is None
+    assert room_on_host(3000, 500) == 1500  # a third stays free for what a range search looks at
+    assert room_on_host(3000, 2500) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell what a process takes")
+def test_what_the_process_takes_is_seen() -> None:
+    before = resident_bytes()
+    held = torch.ones(2**26)
+    assert resident_bytes() - before == pytest.approx(held.nbytes, rel=0.1)
+
+
 def test_pinned_memory_counts_as_pytorch_takes_it() -> None:
-    bounded = ActivationCache(COUNT, torch.device("cuda"), host_budget=1500)
+    bounded = ActivationCache(COUNT, torch.device("cuda"), host_room=1500)
     assert bounded._fits("pinned host memory", 513)  # takes 1024
     assert not bounded._fits("pinned host memory", 1025)  # would take 2048
 

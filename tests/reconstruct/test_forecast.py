@@ -76,7 +76,7 @@ def test_beside_a_gpu_what_does_not_fit_is_pinned_and_then_on_disk() -> None:
     tight = forecast(demo_model(), images, "cuda", memory_budget=300_000)
     assert set(tight.peaks) == {GPU, PINNED}
     assert tight.on_gpu <= 100_000
-    tighter = forecast(demo_model(), images, "cuda", memory_budget=300_000, host_budget=150_000)
+    tighter = forecast(demo_model(), images, "cuda", memory_budget=300_000, host_budget=225_000)
     assert set(tighter.peaks) == {GPU, PINNED, DISK}
     assert tighter.on_host <= 150_000
 

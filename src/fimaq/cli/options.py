@@ -50,6 +50,6 @@ MemoryBudget = Annotated[
 ]
 HostBudget = Annotated[
     str | None,
-    typer.Option(help="Host memory for activations that do not fit on the GPU; the rest goes to disk."),
+    typer.Option(help="Host memory beside a GPU, such as 20GiB: activations that do not fit go to disk."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]

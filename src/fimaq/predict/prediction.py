@@ -75,8 +75,9 @@ def predict(config: Config, image_shape: tuple[int, ...], devices: Sequence[torc
 def predict_on(device: torch.device, chain: UnitChain, sizes: Sizes, config: Config) -> Prediction:
     """The same for a model whose sizes are counted; without seconds for a CPU."""
     image = torch.randn(1, *chain.image_shape)
-    lists = forecast_lists(chain, image, config, device, free_memory(device))
     on_gpu = device.type == "cuda"
+    resident = int(fitted.HOST_LIBRARIES + _kept(sizes, config)) if on_gpu else 0
+    lists = forecast_lists(chain, image, config, device, free_memory(device), resident)
     sweep = _sweep(sizes, config, device, sweep_of(image))
     return Prediction(
         model=str(config.model),
@@ -118,7 +119,7 @@ def _gpu_bytes(sizes: Sizes, lists: Forecast, sweep: int, config: Config) -> int
 
 def _host_bytes(sizes: Sizes, lists: Forecast, sweep: int, config: Config, device: torch.device) -> int:
     """The process itself, copies of the model, the images, lists, and on a CPU the work."""
-    kept = COPIES * sizes.model_bytes + config.calib_size * sizes.image_bytes
+    kept = _kept(sizes, config)
     looked_at = min(config.search_size, config.calib_size) * max(unit.recorded for unit in sizes.units)
     if device.type == "cuda":
         bounded = fitted.RECORDED_COPIES * looked_at if config.memory_budget is not None else 0
@@ -129,6 +130,11 @@ def _host_bytes(sizes: Sizes, lists: Forecast, sweep: int, config: Config, devic
     ]
     tried = SEARCH_COPIES * min(4 * CHUNK_ELEMENTS, SEARCH_CANDIDATES * looked_at)
     return int(CPU_LIBRARIES + CPU_REST + tried + kept + max(lists.on_host, *working))
+
+
+def _kept(sizes: Sizes, config: Config) -> float:
+    """On the host all the time: copies of the model, and the images."""
+    return COPIES * sizes.model_bytes + config.calib_size * sizes.image_bytes
 
 
 def _refreshed(config: Config) -> bool:

@@ -28,7 +28,7 @@ GPU, PINNED, HOST, DISK = "GPU", "pinned host memory", "host memory", "disk"
 class ActivationCache:
     """Named lists of tensors, each (images, ...): of `count` images, those that live on this rank.
 
-    `folder` holds what fits nowhere else; `budget` bounds all memory of the compute device, `host_budget` what
+    `folder` holds what fits nowhere else; `budget` bounds all memory of the compute device, `host_room` what
     lists take of the host's memory beside a GPU, in bytes.
     """
 
@@ -38,7 +38,7 @@ class ActivationCache:
         device: torch.device,
         folder: Path | None = None,
         budget: int | None = None,
-        host_budget: int | None = None,
+        host_room: int | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.count = count
@@ -47,7 +47,7 @@ class ActivationCache:
         self.device = device
         self.folder = folder
         self.limit = torch.inf if budget is None else SHARE * budget
-        self.host_limit = torch.inf if host_budget is None else host_budget
+        self.host_limit = torch.inf if host_room is None else host_room
         self.places: dict[str, str] = {}
         self._tensors: dict[str, list[Tensor]] = {}
         self._files: dict[str, list[Path]] = {}

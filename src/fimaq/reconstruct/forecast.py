@@ -12,7 +12,7 @@ from torch import Tensor
 from fimaq.config import Config
 from fimaq.models.units import UnitChain
 from fimaq.reconstruct.cache import DISK, GPU, HOST, PINNED, ActivationCache
-from fimaq.reconstruct.memory import looked_at
+from fimaq.reconstruct.memory import looked_at, room_on_host
 from fimaq.reconstruct.plan import images_for
 
 
@@ -53,8 +53,10 @@ class Forecast:
 class ForecastCache(ActivationCache):
     """Counts what an activation cache would hold. `free_memory`: bytes free before the run, by place."""
 
-    def __init__(self, count: int, device: torch.device, config: Config, free_memory: dict[str, int]) -> None:
-        super().__init__(count, device, None, config.memory_budget, config.host_budget)
+    def __init__(
+        self, count: int, device: torch.device, config: Config, free_memory: dict[str, int], resident: int
+    ) -> None:
+        super().__init__(count, device, None, config.memory_budget, room_on_host(config.host_budget, resident))
         self.free_memory = free_memory
         self.forecast = Forecast()
 
@@ -85,13 +87,19 @@ class ForecastCache(ActivationCache):
 
 @torch.no_grad()
 def forecast_lists(
-    chain: UnitChain, images: Tensor, config: Config, device: torch.device, free_memory: dict[str, int]
+    chain: UnitChain,
+    images: Tensor,
+    config: Config,
+    device: torch.device,
+    free_memory: dict[str, int],
+    resident: int = 0,
 ) -> Forecast:
     """What `Reconstruction` will hold for `config.calib_size` images on `device`, in its order.
 
-    `images`: one or two, anywhere, only for their shapes. `device` need not exist.
+    `images`: one or two, anywhere, only for their shapes. `device` need not exist. `resident`: bytes of the host
+    that the process will take without lists.
     """
-    cache = ForecastCache(config.calib_size, device, config, free_memory)
+    cache = ForecastCache(config.calib_size, device, config, free_memory, resident)
     inputs, last = chain.first_inputs(images), len(chain) - 1
     outputs: dict[int, list[Tensor]] = {}
 

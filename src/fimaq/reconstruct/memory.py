@@ -4,11 +4,15 @@ A third of a budget is for cached activations; what does not fit there moves to 
 is for the longest suffix with its backward pass: so few images go through it at a time that it fits. The rest is
 for the step itself, whose size the batch decides, and for the libraries. On a GPU the allocator enforces the
 budget, so that it holds whatever the model does.
+
+A budget for the host beside a GPU is for the whole process: two thirds of it hold the images, the libraries, and
+lists that the GPU has no room for; one third is left for what a range search looks at.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from resource import getpagesize
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ SWEEP = 64
 """Images of USUAL_PIXELS at a time when a unit or a suffix is run over the calibration set, if memory allows."""
 USUAL_PIXELS = 384 * 384
 SHARE = 1 / 3
+HOST_SHARE = 2 / 3
 LOOKED_AT = 32
 """Images whose values are looked at for ties, at most."""
 
@@ -35,6 +40,19 @@ def free_bytes(device: torch.device) -> int:
     except OSError:
         return 4 * 2**30
     return 4 * 2**30
+
+
+def resident_bytes() -> int:
+    """Memory of the host that this process takes, as far as the system tells."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
+    except OSError:
+        return 0
+
+
+def room_on_host(budget: int | None, resident: int) -> int | None:
+    """Bytes that lists may take beside a GPU, under a budget for a process that has `resident` without them."""
+    return None if budget is None else max(0, int(HOST_SHARE * budget) - resident)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from fimaq.pipeline import even_out_channels, prepare_chain
 from fimaq.progress import Silent
 from fimaq.reconstruct.algorithm import Reconstruction
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.memory import bounded
+from fimaq.reconstruct.memory import bounded, resident_bytes, room_on_host
 from fimaq.reconstruct.objectives import FisherLoss
 from fimaq.report.heatmap import curves, heat_maps
 
@@ -113,7 +113,8 @@ def fisher_figure(
         chain = _prepared(copy.deepcopy(model).to(device).eval(), images, config, device)
         index, width, tokens = _find(chain, unit, token, channels)
         columns = token_columns(chain.units[index].output_shapes[0], token, width)
-        cache = ActivationCache(len(images), device, None, config.memory_budget, config.host_budget)
+        on_host = room_on_host(config.host_budget, resident_bytes())
+        cache = ActivationCache(len(images), device, None, config.memory_budget, on_host)
         stack.callback(cache.close)
         progress.note(f"{unit}: {tokens} tokens, token {token}, {width} channels")
         reconstruction = _walked_to(Reconstruction(chain, images, config, cache), index)
