@@ -22,21 +22,17 @@ from fimaq.export.processor import cuts_off_sums, largest_signed
 from fimaq.progress import Silent
 
 
-class Mixing(nn.Module):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return (tokens @ tokens.transpose(1, 2)).softmax(-1) @ tokens
-
-
 class Overlapping(nn.Module):
-    """A convolution whose windows overlap, products of activations, and a Linear."""
+    """A convolution whose windows overlap, products of activations in the model's own forward, and a Linear."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.mixing, self.head = nn.Conv2d(3, 8, 3, padding=1), Mixing(), nn.Linear(8, 4)
+        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.conv(x).flatten(2).transpose(1, 2)
-        return self.head(self.mixing(tokens).mean(1))  # type: ignore[no-any-return]
+        mixed: Tensor = (tokens @ tokens.transpose(1, 2)).softmax(-1) @ tokens
+        return self.head(mixed.mean(1))  # type: ignore[no-any-return]
 
 
 class Notes(Silent):
@@ -50,7 +46,7 @@ class Notes(Silent):
 def quantized(bits: str, out: Path | None = None) -> tuple[nn.Module, Tensor]:
     """The model and its images."""
     torch.manual_seed(0)
-    images = torch.randn(8, 3, 9, 9)
+    images = torch.randn(8, 3, 8, 8)
     given: dict[str, Any] = {"bits": bits, "method": "rtn", "device": "cpu", "allow_float": True}
     return fimaq.quantize(Overlapping(), images, out=out, **given).model, images
 

@@ -192,7 +192,7 @@ def lower(model: nn.Module, example: Tensor, symmetric: bool = False, processor:
 def size_step(model: nn.Module, example: Tensor) -> tuple[int, int] | None:
     """Of what height and width images must be multiples, where the model takes other sizes than the example's."""
     patches = next((m.kernel_size for m in model.modules() if isinstance(m, QuantConv2d)), None)
-    if patches is None:
+    if patches is None or any(size % step for size, step in zip(example.shape[2:], patches, strict=True)):
         return None
     height, width = patches
     try:

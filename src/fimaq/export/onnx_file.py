@@ -1,6 +1,7 @@
 """A lowered model as ONNX in QDQ form: integers with DequantizeLinear in front of every product."""
 
 import contextlib
+import inspect
 import io
 import warnings
 from pathlib import Path
@@ -54,7 +55,10 @@ def translate(model: nn.Module, example: Tensor, step: Step | None = None, **ins
         shape[axis] = multiple * torch.export.Dim(name, min=2, max=2**12)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         warnings.simplefilter("ignore")
-        program = torch.export.export(model, (example,), dynamic_shapes=(shape,), strict=False)
+        # A model whose own forward was opened for its products takes `*args`, and their shapes are told as a tuple.
+        first = next(iter(inspect.signature(model.forward).parameters.values()))
+        shapes = ((shape,),) if first.kind is first.VAR_POSITIONAL else (shape,)
+        program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
         exported = torch.onnx.export(
             program,
             dynamo=True,
