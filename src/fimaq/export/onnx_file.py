@@ -55,7 +55,7 @@ def translate(model: nn.Module, example: Tensor, step: Step | None = None, **ins
         shape[axis] = multiple * torch.export.Dim(name, min=2, max=2**12)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         warnings.simplefilter("ignore")
-        # A model whose own forward was opened for its products takes `*args`, and their shapes are told as a tuple.
+        # A model whose own forward was opened for its products takes `*args`: their shapes are told as a tuple.
         first = next(iter(inspect.signature(model.forward).parameters.values()))
         shapes = ((shape,),) if first.kind is first.VAR_POSITIONAL else (shape,)
         program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
