@@ -3,6 +3,7 @@
 import contextlib
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -47,3 +48,12 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    """What this process holds in the host's memory now."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # not Linux: the largest so far instead
+        return peak_memory(torch.device("cpu"))
+    return pages * resource.getpagesize()

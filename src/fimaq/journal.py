@@ -1,10 +1,8 @@
 """What a run tells of itself while it works: to the user, to events.jsonl and, if asked, to TensorBoard."""
 
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from fimaq.artifact.scalars import Scalars
 from fimaq.artifact.shared_directory import SharedDirectory
+from fimaq.device import peak_memory, resident_bytes
 from fimaq.pace import Pace
 from fimaq.progress import Facts, Silent
 from fimaq.reconstruct.plan import REFRESH, SEARCH, STEPS, UnitPlan, first_steps
@@ -109,7 +108,8 @@ class Journal:
         self.facts = replace(self.facts, unit_done=True, seconds_left=self._seconds_left(searched=True))
         self._show()
         if self.directory is not None:
-            self.directory.event("unit", index=self.index, of=len(self.plan), **record)
+            host = peak_memory(torch.device("cpu"))
+            self.directory.event("unit", index=self.index, of=len(self.plan), peak_host_bytes=host, **record)
         if self.scalars is not None:
             self.scalars.unit(self.index, record, self.facts.memory_bytes)
 
@@ -161,12 +161,8 @@ class Journal:
 def used_memory(device: torch.device) -> int:
     """Bytes. GPU: the most that the allocator reserved so far. CPU: what the process holds in memory now."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_reserved(device))
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):  # not Linux: the largest so far instead
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return pages * resource.getpagesize()
+        return peak_memory(device)
+    return resident_bytes()
 
 
 def _fields(facts: Facts) -> dict[str, Any]:

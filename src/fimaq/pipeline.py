@@ -25,7 +25,7 @@ from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.data.inputs import gather_images, tensor_fingerprint
 from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
 from fimaq.description import SAME, architecture_of, describe
-from fimaq.device import choose_device, numerics, peak_memory
+from fimaq.device import choose_device, numerics, peak_memory, resident_bytes
 from fimaq.errors import InputError
 from fimaq.journal import Journal
 from fimaq.models.build import check_finite
@@ -35,7 +35,7 @@ from fimaq.progress import Silent
 from fimaq.ranks import ALONE, Ranks, Stored
 from fimaq.reconstruct.algorithm import Reconstruction, Report, UnitResult
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.memory import bounded, resident_bytes, room_on_host, sweep_of
+from fimaq.reconstruct.memory import bounded, room_on_host, sweep_of
 from fimaq.reconstruct.plan import SEARCH, UnitPlan, plan, unit_operations
 
 LOOKED_AT = 8

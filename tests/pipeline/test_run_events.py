@@ -63,6 +63,14 @@ def test_the_time_left_is_unknown_at_first_and_nothing_at_the_end(finished: fima
     assert all(event["memory_bytes"] > 50 * 2**20 for event in reported)
 
 
+def test_what_the_host_gave_so_far_is_told_with_every_unit(finished: fimaq.Run) -> None:
+    assert finished.path is not None
+    told = [event["peak_host_bytes"] for event in events(finished.path, "unit")]
+    assert len(told) == UNITS
+    growing = [50 * 2**20, *told, finished.metrics["peak_host_bytes"]]
+    assert growing == sorted(growing)
+
+
 def test_the_display_is_told_the_same(tmp_path: Path) -> None:
     told: list[Facts] = []
 

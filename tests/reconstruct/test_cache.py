@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fimaq.device import resident_bytes
 from fimaq.reconstruct import cache as cache_module
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.memory import resident_bytes, room_on_host
+from fimaq.reconstruct.memory import room_on_host
 
 COUNT = 10
 

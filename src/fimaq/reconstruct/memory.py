@@ -12,7 +12,6 @@ lists that the GPU has no room for; one third is left for what a range search lo
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from resource import getpagesize
 
 import torch
 from torch import Tensor
@@ -40,14 +39,6 @@ def free_bytes(device: torch.device) -> int:
     except OSError:
         return 4 * 2**30
     return 4 * 2**30
-
-
-def resident_bytes() -> int:
-    """Memory of the host that this process takes, as far as the system tells."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
-    except OSError:
-        return 0
 
 
 def room_on_host(budget: int | None, resident: int) -> int | None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fimaq.artifact.files import write_bytes, write_json, write_tensors
 from fimaq.config import Config
-from fimaq.device import choose_device, numerics
+from fimaq.device import choose_device, numerics, resident_bytes
 from fimaq.errors import FimaqError, InputError
 from fimaq.fisher.collect import Sample, collect_averages
 from fimaq.fisher.exact import complete_fisher, relative_error, scale_to, token_columns
@@ -36,7 +36,7 @@ from fimaq.pipeline import even_out_channels, prepare_chain
 from fimaq.progress import Silent
 from fimaq.reconstruct.algorithm import Reconstruction
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.memory import bounded, resident_bytes, room_on_host
+from fimaq.reconstruct.memory import bounded, room_on_host
 from fimaq.reconstruct.objectives import FisherLoss
 from fimaq.report.heatmap import curves, heat_maps
 

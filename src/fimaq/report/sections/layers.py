@@ -8,7 +8,7 @@ from fimaq.report.intervals import around
 from fimaq.report.markup import Html, details, table, tag
 from fimaq.report.material import Material
 from fimaq.report.reading import mapping, significant
-from fimaq.report.sensitivity import LayerNoise, Sensitivity
+from fimaq.report.sensitivity import LayerNoise, Sensitivity, UnitSensitivity
 
 EMPHASISED = 3
 WORST_LAYERS = 10
@@ -29,78 +29,68 @@ def not_shown(material: Material) -> Html:
 def _units(found: Sensitivity, images_from: str, method: Any) -> list[Any]:
     ranked = sorted(found.units, key=lambda unit: unit.kl, reverse=True)
     worst = {unit.unit for unit in ranked[:EMPHASISED]}
+    charts = tag("div", _divergences(found, worst), _output_errors(found, worst), class_="pair")
+    return [_how_units_were_measured(found, images_from, method), charts, _all_units(ranked, found.images)]
+
+
+def _how_units_were_measured(found: Sensitivity, images_from: str, method: Any) -> Html:
     whole = found.whole
-    divergences = [
-        Bar(
-            u.unit or "whole model",
-            u.kl,
-            significant(u.kl, 2),
-            around(u.kl, u.kl_error),
-            u.unit in worst,
-        )
-        for u in found.units
+    return tag(
+        "p",
+        f"One unit at a time is quantized as in the run, all others are in full precision; {found.images} "
+        f"images ({images_from}). With all units quantized, the KL divergence on these images is "
+        f"{significant(whole.kl)} (±{significant(1.96 * whole.kl_error, 2)}), and the answer is the same "
+        f"on {whole.agreeing} of them. Single units do not add up to this",
+        "."
+        if method == "rtn"
+        else ": each was reconstructed on the quantized outputs of those before it, and makes part of their "
+        "errors good.",
+    )
+
+
+def _divergences(found: Sensitivity, worst: set[str]) -> Html:
+    bars = [
+        Bar(_named(u), u.kl, significant(u.kl, 2), around(u.kl, u.kl_error), u.unit in worst) for u in found.units
     ]
-    errors = [
-        Bar(
-            u.unit or "whole model",
-            100 * u.output.relative,
-            f"{100 * u.output.relative:.1f} %",
-            None,
-            u.unit in worst,
-        )
-        for u in found.units
-    ]
+    return bar_chart(
+        "unit-kl",
+        "KL divergence of the model's output, one unit quantized",
+        bars,
+        ("unit", "KL divergence", "95 % interval"),
+        f"KL divergence of the model's output with only this unit quantized, and its 95 % interval. The "
+        f"{len(worst)} units that hurt most are in bold.",
+    )
+
+
+def _output_errors(found: Sensitivity, worst: set[str]) -> Html:
+    percents = [(u, 100 * u.output.relative) for u in found.units]
+    return bar_chart(
+        "unit-error",
+        "Error of the unit's own output, one unit quantized",
+        [Bar(_named(u), percent, f"{percent:.1f} %", None, u.unit in worst) for u, percent in percents],
+        ("unit", "relative error"),
+        "Error of the unit's own output relative to its size, the same units in bold. A large one need "
+        "not hurt: compare with the KL divergence.",
+    )
+
+
+def _all_units(ranked: list[UnitSensitivity], images: int) -> Html:
     rows = [
         (
             u.unit,
             significant(u.kl),
             f"±{significant(1.96 * u.kl_error, 2)}",
             f"{100 * u.output.relative:.2f} %",
-            f"{u.agreeing} of {found.images}",
+            f"{u.agreeing} of {images}",
         )
         for u in ranked
     ]
-    return [
-        tag(
-            "p",
-            f"One unit at a time is quantized as in the run, all others are in full precision; {found.images} "
-            f"images ({images_from}). With all units quantized, the KL divergence on these images is "
-            f"{significant(whole.kl)} (±{significant(1.96 * whole.kl_error, 2)}), and the answer is the same "
-            f"on {whole.agreeing} of them. Single units do not add up to this",
-            "."
-            if method == "rtn"
-            else ": each was reconstructed on the quantized outputs of those before it, and makes part of their "
-            "errors good.",
-        ),
-        tag(
-            "div",
-            bar_chart(
-                "unit-kl",
-                "KL divergence of the model's output, one unit quantized",
-                divergences,
-                ("unit", "KL divergence", "95 % interval"),
-                f"KL divergence of the model's output with only this unit quantized, and its 95 % interval. The "
-                f"{len(worst)} units that hurt most are in bold.",
-            ),
-            bar_chart(
-                "unit-error",
-                "Error of the unit's own output, one unit quantized",
-                errors,
-                ("unit", "relative error"),
-                "Error of the unit's own output relative to its size, the same units in bold. A large one need "
-                "not hurt: compare with the KL divergence.",
-            ),
-            class_="pair",
-        ),
-        details(
-            "All units, those that hurt most first",
-            table(
-                ("unit", "KL divergence", "95 %", "error of its output", "same answer"),
-                rows,
-                "Units quantized alone",
-            ),
-        ),
-    ]
+    columns = ("unit", "KL divergence", "95 %", "error of its output", "same answer")
+    return details("All units, those that hurt most first", table(columns, rows, "Units quantized alone"))
+
+
+def _named(unit: UnitSensitivity) -> str:
+    return unit.unit or "whole model"
 
 
 def _layers(found: Sensitivity) -> list[Any]:
