@@ -71,11 +71,7 @@ def export_run(
     _check(target, kind)
     if not any(len(given) for given in images.values()):
         raise InputError("an export is verified on images, and none were given: use --verify DIR")
-    if directory.config.get("settings", {}).get("bit_exact") and not kind.bit_exact:
-        raise InputError(
-            f"{path} was made with --bit-exact, which {kind.runtime} cannot keep: it joins steps that are to be "
-            "rounded one by one. Export it with --format onnx, or quantize without --bit-exact"
-        )
+    _refuse_bit_exact(directory, kind)
     stayed_float = directory.read_metrics().get("stayed_float", [])
     own = load(path, model)
     progress.note(f"translating for {kind.runtime}")
@@ -85,8 +81,7 @@ def export_run(
     step, traced = size_step(own, example) if kind.any_size else None, example
     if step is not None:
         # Traced at another size than its own, at which a model may take a short cut that holds for no other.
-        larger = [size + multiple for size, multiple in zip(example.shape[2:], step, strict=True)]
-        images = {**images, "another size": F.interpolate(first[:ANOTHER_SIZE], larger, mode="bilinear")}
+        images = {**images, "another size": _larger(first[:ANOTHER_SIZE], step)}
         traced = images["another size"][[0, -1]]
     products = count_products(lowered)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder:
@@ -112,17 +107,35 @@ def export_run(
         "quantized_products": products,
         "stayed_float": stayed_float,
         "verification": found,
-        "versions": {
-            "fimaq": __version__,
-            "torch": torch.__version__,
-            "runtime": kind.version,
-            "machine": platform.machine(),
-        },
+        "versions": _versions(kind),
     }
     write_json(target.with_name(kind.record), record)
     if not kind.symmetric and has_unsigned_right_sides(lowered):
         progress.note("8 bits on both sides: where there is VNNI, --processor vnni makes a faster file")
     return record
+
+
+def _refuse_bit_exact(directory: RunDirectory, kind: Format) -> None:
+    if directory.config.get("settings", {}).get("bit_exact") and not kind.bit_exact:
+        raise InputError(
+            f"{directory.path} was made with --bit-exact, which {kind.runtime} cannot keep: it joins steps that "
+            "are to be rounded one by one. Export it with --format onnx, or quantize without --bit-exact"
+        )
+
+
+def _larger(images: Tensor, step: tuple[int, int]) -> Tensor:
+    """The images (n, C, H, W), one step larger in both directions."""
+    size = [size + multiple for size, multiple in zip(images.shape[2:], step, strict=True)]
+    return F.interpolate(images, size, mode="bilinear")
+
+
+def _versions(kind: Format) -> dict[str, str]:
+    return {
+        "fimaq": __version__,
+        "torch": torch.__version__,
+        "runtime": kind.version,
+        "machine": platform.machine(),
+    }
 
 
 def exported_record(run: Path, kind: Format) -> dict[str, Any]:
