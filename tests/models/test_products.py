@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fimaq.models import products
 from fimaq.models.products import are_probabilities, written_out_attention
+from fimaq.quant.layers import QuantMatMul
+from fimaq.quant.masks import mask_key
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -61,6 +64,37 @@ def test_the_second_product_sees_probabilities():
     written_out_attention((product, product), QUERY, KEY, VALUE)
     assert len(lefts) == 2
     torch.testing.assert_close(lefts[1].sum(-1), torch.ones(2, 6, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
+def test_spare_tokens_change_neither_what_is_learned_nor_its_gradients(arguments, monkeypatch):
+    """On a GPU, rows of attention are filled up to whole vectors. QDrop's masks must stay the ones of a CPU."""
+    monkeypatch.setattr(products, "_spare_tokens", lambda query, key: 0)
+    plain = _learned(arguments)
+    monkeypatch.setattr(products, "_spare_tokens", lambda query, key: 1)
+    for without, with_spare in zip(plain, _learned(arguments), strict=True):
+        torch.testing.assert_close(with_spare, without, rtol=1e-12, atol=1e-12)
+
+
+def _learned(arguments):
+    """Output of quantized attention with QDrop, and the gradients of its inputs and scales."""
+    operands = [t.clone().requires_grad_() for t in (QUERY, KEY, VALUE)]
+    pair = [QuantMatMul(3), QuantMatMul(3)]
+    pair[1].rescales_rows = True
+    scales = []
+    for number, product in enumerate(pair):
+        product.quantized = True
+        for side, quantizer in enumerate((product.left_quantizer, product.right_quantizer)):
+            scale = torch.full((), 0.2, dtype=torch.float64, requires_grad=True)
+            quantizer.scale, quantizer.zero_point = scale, torch.full((), 2.0 + side, dtype=torch.float64)
+            quantizer.dropping = (0.5, mask_key(torch.tensor(7, dtype=torch.int32), 2 * number + side), None)
+            scales.append(scale)
+
+    def first(left, right, spare=0):
+        return pair[0](left, right, spare=spare)
+
+    out = written_out_attention((first, pair[1]), *operands, **arguments)
+    return [out, *torch.autograd.grad(out.square().sum(), [*operands, *scales])]
 
 
 def test_the_output_of_a_softmax_is_recognised():

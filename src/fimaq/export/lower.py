@@ -152,7 +152,7 @@ class IntegerMatMul(QuantMatMul):
         signed = (self.right_quantizer.levels + 1) // 2 <= largest_signed(self.left_quantizer.levels, processor)
         self.right = IntegerActivation(self.right_quantizer, signed, symmetric)
 
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
+    def product(self, left: Tensor, right: Tensor, spare: int = 0) -> Tensor:
         return self.left.times(self.left(left), self.right, self.right(right))
 
 

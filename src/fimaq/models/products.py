@@ -27,13 +27,16 @@ _MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bm
 _FUSED_ATTENTION = F.scaled_dot_product_attention
 _SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
 
+ALIGNED_TOKENS = 8
+"""A GPU multiplies matrices fast whose rows hold a multiple of 16 bytes; most ViTs have 197 tokens, Swin 49."""
+
 
 def _softmax(scores: Tensor) -> Tensor:
     return scores.softmax(dim=-1)
 
 
 def written_out_attention(
-    products: tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]],
+    products: tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -46,20 +49,37 @@ def written_out_attention(
 ) -> Tensor:
     """scaled_dot_product_attention as two products with a softmax between. Shapes: (..., tokens, head_dim).
 
-    The scale is applied to the query before the product, where integer runtimes expect it.
+    The scale is applied to the query before the product, where integer runtimes expect it. While a GPU learns, the
+    keys get `spare` more tokens of zeros that nothing attends to.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     query = query * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
-    scores = products[0](query, key.transpose(-2, -1))
+    spare = _spare_tokens(query, key)
+    scores = products[0](query, key.transpose(-2, -1), *([spare] if spare else []))
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=scores.device).tril()
+    if spare:
+        attn_mask = _with_spare(attn_mask, key.size(-2), spare, scores)
     if attn_mask is not None:
         is_filter = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_filter else scores + attn_mask
     weights = softmax(scores)
     return products[1](F.dropout(weights, dropout_p) if dropout_p > 0 else weights, value)
+
+
+def _spare_tokens(query: Tensor, key: Tensor) -> int:
+    return -key.size(-2) % ALIGNED_TOKENS if query.is_cuda and query.requires_grad else 0
+
+
+def _with_spare(attn_mask: Tensor | None, tokens: int, spare: int, scores: Tensor) -> Tensor:
+    """What to add to scores (..., n, tokens + spare), so that the spare tokens get no attention."""
+    if attn_mask is None:
+        attn_mask = scores.new_zeros(tokens)
+    elif attn_mask.dtype == torch.bool:
+        attn_mask = scores.new_zeros(()).masked_fill(~attn_mask, -math.inf)
+    return F.pad(attn_mask.expand(*attn_mask.shape[:-1], tokens), (0, spare), value=-math.inf)
 
 
 class _ProductMode(TorchFunctionMode):
@@ -71,12 +91,12 @@ class _ProductMode(TorchFunctionMode):
         self.softmax: tuple[Tensor, Tensor, Tensor] | None = None
         """The last one, and the exponentials and sums that it is made of."""
 
-    def _multiply(self, left: Tensor, right: Tensor) -> Tensor:
+    def _multiply(self, left: Tensor, right: Tensor, spare: int = 0) -> Tensor:
         self.count += 1
         product = self.owner.products[self.count - 1]
         if self.softmax is not None and left is self.softmax[0]:
-            return product(self.softmax[1], right, self.softmax[2])
-        return product(left, right)
+            return product(self.softmax[1], right, sums=self.softmax[2])
+        return product(left, right, spare=spare)
 
     def _softmax(self, scores: Tensor) -> Tensor:
         reads_it = self.owner.products[self.count] if self.count < len(self.owner.products) else None

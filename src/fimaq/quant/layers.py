@@ -159,6 +159,9 @@ class QuantMatMul(nn.Module):
     range in full; without it, a range that holds the sharp one rounds the flat one to nothing. Since
     a / max(a) = exp(score - max(score)), nothing need be normalised first: with `takes_exponentials` the product
     is that of the exponentials, divided by their sums.
+
+    While it is learned, the right side may get `spare` columns of zeros, and gets rows of zeros where the left
+    side has spare columns: a GPU makes products faster whose rows are aligned.
     """
 
     def __init__(self, bits: int) -> None:
@@ -173,26 +176,32 @@ class QuantMatMul(nn.Module):
     def wants_exponentials(self) -> bool:
         return self.takes_exponentials and self.quantized
 
-    def forward(self, left: Tensor, right: Tensor, sums: Tensor | None = None) -> Tensor:
+    def forward(self, left: Tensor, right: Tensor, sums: Tensor | None = None, spare: int = 0) -> Tensor:
         """With `sums` (..., n, 1), `left` holds the exponentials of a softmax, on a grid (exact.py)."""
         if sums is not None:
             return self.product(left, right) / sums
         if not self.quantized:
-            return torch.matmul(left, right)
+            return padded_matmul(left, right, spare)
         if not self.rescales_rows:
-            return self.product(left, right)
+            return self.product(left, right, spare)
         largest = largest_of_rows(left)
-        return self.product(left / largest, right) * largest
+        return self.product(left / largest, right, spare) * largest
 
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
+    def product(self, left: Tensor, right: Tensor, spare: int = 0) -> Tensor:
         """Of the quantized operands. A scale per summed token cannot be taken out of the sum: then in float."""
         one, two = self.left_quantizer, self.right_quantizer
         scale_per_term = two.scale.dim() > 1 and two.scale.shape[-2] > 1
         if left.requires_grad or right.requires_grad or scale_per_term:
-            return torch.matmul(one(left), two(right))
+            return padded_matmul(one(left, left.size(-1) - right.size(-2)), two(right), spare)
         exact = torch.promote_types(exact_type(left.shape[-1], one.levels, two.levels), left.dtype)
         sums = torch.matmul(one.steps(left).to(exact), two.steps(right).to(exact))
         return sums.to(left.dtype) * (one.scale * two.scale)
+
+
+def padded_matmul(left: Tensor, right: Tensor, spare: int) -> Tensor:
+    """left (..., n, k + rows) @ right (..., k, m), with rows and `spare` columns of zeros added to the right."""
+    rows = left.size(-1) - right.size(-2)
+    return torch.matmul(left, F.pad(right, (0, spare, 0, rows)) if rows or spare else right)
 
 
 def largest_of_rows(left: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The two quantizers: activations with a learned scale, weights with learned rounding (AdaRound)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fimaq.quant.fake import fake_quantize, learned_fake_quantize, quantize
@@ -61,10 +62,14 @@ class ActivationQuantizer(Quantizer):
         self.dropping: tuple[float, Tensor, Tensor | None] | None = None
         """While a step of reconstruction runs: what `random_mask` is told for QDrop's mask of this quantizer."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, spare: int = 0) -> Tensor:
+        """`spare`: how many of the last columns of x only fill it up, and count for no mask."""
         if not torch.is_grad_enabled():
             return fake_quantize(x, self.scale, self.zero_point, self.levels)
-        dropped = None if self.dropping is None else random_mask(x, *self.dropping)
+        dropped = None
+        if self.dropping is not None:
+            dropped = random_mask(x[..., : x.size(-1) - spare] if spare else x, *self.dropping)
+            dropped = F.pad(dropped, (0, spare)) if spare else dropped
         return learned_fake_quantize(x, self.scale, self.zero_point, self.highest, dropped)
 
     def steps(self, x: Tensor) -> Tensor:
