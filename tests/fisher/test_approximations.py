@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 
 from fimaq.fisher.approximations import (
+    combined,
     diagonal_fisher,
     diagonal_loss,
     inverse_gram,
+    inverse_root,
     low_rank_loss,
     rank_k_fisher,
     rank_one_fisher,
@@ -106,15 +108,38 @@ def test_the_low_rank_loss_is_the_quadratic_form_of_rank_k(rank: int) -> None:
     deltas, gradients, perturbations = normal(5, SIZE), normal(rank, SIZE), normal(rank, SIZE)
     pseudo_inverse = torch.linalg.solve(perturbations @ perturbations.T, perturbations)
     expected = quadratic_forms(deltas, gradients.T @ pseudo_inverse)
-    loss = low_rank_loss(deltas, gradients, inverse_gram(perturbations), perturbations)
+    loss = low_rank_loss(deltas, gradients, inverse_gram(perturbations) @ perturbations)
     torch.testing.assert_close(loss, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_root_of_the_inverse_gives_the_same_loss_on_both_sides() -> None:
+    deltas, gradients, perturbations = normal(5, SIZE), normal(4, SIZE), normal(4, SIZE)
+    expected = quadratic_forms(deltas, gradients.T @ torch.linalg.inv(perturbations @ perturbations.T) @ gradients)
+    both = combined(inverse_root(perturbations), gradients)
+    torch.testing.assert_close(low_rank_loss(deltas, both, both), expected, rtol=1e-8, atol=1e-10)
+
+
+def as_tf32(x: Tensor) -> Tensor:
+    """What a GPU's matrix units see of float32 numbers by default: ten bits behind the point."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def test_nearly_collinear_perturbations_need_no_more_precision_than_others() -> None:
+    """Else reconstruction in tf32 follows rounding errors: successive perturbations are nearly collinear."""
+    base = normal(1, 4096).abs()
+    perturbations, gradients = ((base + 0.01 * normal(6, 4096).abs()).float() for _ in range(2))
+    deltas = normal(8, 4096, dtype=torch.float32).abs()
+    A, rows = deltas.double() @ gradients.double().T, perturbations.double()
+    expected = (A @ torch.linalg.inv(rows @ rows.T) * A).sum(1)
+    both = as_tf32(combined(inverse_root(perturbations), gradients))
+    torch.testing.assert_close(low_rank_loss(as_tf32(deltas), both, both).double(), expected, rtol=1e-3, atol=0.0)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_dplr_is_the_quadratic_form_of_the_mixed_matrix(alpha: float) -> None:
     deltas, gradients, perturbations = normal(5, SIZE), normal(3, SIZE), normal(3, SIZE)
     diagonal = diagonal_fisher(gradients, perturbations)
-    low_rank = low_rank_loss(deltas, gradients, inverse_gram(perturbations), perturbations)
+    low_rank = low_rank_loss(deltas, gradients, inverse_gram(perturbations) @ perturbations)
     mixed = alpha * rank_k_fisher(gradients, perturbations) + (1 - alpha) * torch.diag(diagonal)
     loss = alpha * low_rank + (1 - alpha) * diagonal_loss(deltas, diagonal)
     torch.testing.assert_close(loss, quadratic_forms(deltas, mixed), rtol=1e-8, atol=1e-10)
@@ -201,4 +226,4 @@ def test_the_rank_k_matrix_is_finite(kind: str) -> None:
 def test_the_loss_of_one_sample_is_finite(kind: str) -> None:
     gradients, perturbations = degenerate(kind)
     delta = normal(1, SIZE, dtype=torch.float32)
-    assert low_rank_loss(delta, gradients, inverse_gram(perturbations), perturbations).isfinite().all()
+    assert low_rank_loss(delta, gradients, combined(inverse_gram(perturbations), perturbations)).isfinite().all()

@@ -31,13 +31,32 @@ def rank_one_fisher(gradient: Tensor, perturbation: Tensor) -> Tensor:
     return torch.where(agreement > 0, gradient / agreement.clamp_min(1e-38).sqrt(), 0)
 
 
-def inverse_gram(perturbations: Tensor) -> Tensor:
-    """B = (dz^T dz)^-1 of Eq. (19) as a Moore-Penrose inverse: (k, a) -> (k, k).
+def inverse_root(perturbations: Tensor) -> Tensor:
+    """R with R^T R = B = (dz^T dz)^-1 of Eq. (19), as a Moore-Penrose inverse: (k, a) -> (k, k), float64.
 
     In double precision: perturbations of successive refreshes are nearly collinear.
     """
     rows = perturbations.double()
-    return torch.linalg.pinv(rows @ rows.T, hermitian=True, rtol=COLLINEAR).to(perturbations.dtype)
+    sizes, directions = torch.linalg.eigh(rows @ rows.T)
+    collected = sizes > COLLINEAR * sizes.max()
+    return (directions * torch.where(collected, sizes.clamp_min(1e-300).rsqrt(), 0)).T
+
+
+def inverse_gram(perturbations: Tensor) -> Tensor:
+    """B of Eq. (19): (k, a) -> (k, k), float64."""
+    root = inverse_root(perturbations)
+    return root.T @ root
+
+
+def combined(coefficients: Tensor, rows: Tensor) -> Tensor:
+    """coefficients (m, k) @ rows (k, a), whatever precision a GPU is told to multiply matrices with.
+
+    Nearly collinear rows cancel here, and what is left must not be made of their rounding errors.
+    """
+    result = rows.new_zeros(len(coefficients), rows.shape[1])
+    for column, row in zip(coefficients.to(rows.dtype).T, rows, strict=True):
+        result.addr_(column, row)
+    return result
 
 
 def rank_k_fisher(gradients: Tensor, perturbations: Tensor) -> Tensor:
@@ -56,8 +75,11 @@ def rank_one_loss(deltas: Tensor, u: Tensor) -> Tensor:
     return (deltas @ u).square()
 
 
-def low_rank_loss(deltas: Tensor, left: Tensor, middle: Tensor, right: Tensor) -> Tensor:
-    """L_rank-k = A B C for every sample, Eqs. (18, 19): A = deltas left^T, C = right deltas^T -> (n,)."""
+def low_rank_loss(deltas: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """L_rank-k = A B C for every sample, Eqs. (18, 19): (n, a), (k, a), (k, a) -> (n,).
+
+    A = deltas left^T and B C = right deltas^T: B is multiplied into the rows of `right` beforehand, or its root
+    into both sides. Applied to A and C, it would enlarge their rounding errors by its condition number.
+    """
     first = deltas @ left.T
-    last = first if right is left else deltas @ right.T
-    return ((first @ middle) * last).sum(1)
+    return (first * (first if right is left else deltas @ right.T)).sum(1)

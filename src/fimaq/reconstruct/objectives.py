@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from fimaq.config import Averages, Config
 from fimaq.fisher.approximations import (
+    combined,
     diagonal_fisher,
     diagonal_loss,
     inverse_gram,
+    inverse_root,
     low_rank_loss,
     rank_one_fisher,
     rank_one_loss,
@@ -72,14 +74,15 @@ class FisherLoss(nn.Module):
     """Diag-FIM, rank-one, LR-FIM and DPLR-FIM, under either reading of the averages over samples.
 
     `signed` is the paper's text. `absolute` is what the authors' released code computes: averages of absolute
-    values, a low-rank term A B A^T with A = |dz| G^T, and a diagonal of mean |gradient|.
+    values, a low-rank term A B A^T with A = |dz| G^T, and a diagonal of mean |gradient|. So either the rows of
+    `left` are gradients and `right` is B times the perturbations, or `left` is the root of B times the gradients,
+    and there is no `right`.
     Tensors are allocated for the full rank at once and filled row by row: their addresses never change, so a
     recorded CUDA graph of the reconstruction step goes on seeing what is collected later.
     """
 
-    gradients: Tensor
-    perturbations: Tensor
-    inverse: Tensor
+    left: Tensor
+    right: Tensor | None
     diagonal: Tensor
     direction: Tensor
     normalisers: Tensor
@@ -94,10 +97,11 @@ class FisherLoss(nn.Module):
         rows = -(-config.resolved_rank // 16) * 16
         self.collected = 0
         self.directions = torch.zeros(rows, size, device=device)
+        self.perturbations = torch.zeros(rows, size, device=device)
         self.ratios = torch.zeros(rows, dtype=torch.float64, device=device)
-        self.register_buffer("gradients", torch.zeros(rows, size, device=device))
-        self.register_buffer("perturbations", torch.zeros(rows, size, device=device))
-        self.register_buffer("inverse", torch.zeros(rows, rows, device=device))
+        signed = config.averages == "signed"
+        self.register_buffer("left", torch.zeros(rows, size, device=device))
+        self.register_buffer("right", torch.zeros(rows, size, device=device) if signed else None)
         self.register_buffer("diagonal", torch.zeros(size, device=device))
         self.register_buffer("direction", torch.zeros(size, device=device))
         self.register_buffer("normalisers", torch.ones(len(self.terms), device=device))
@@ -112,14 +116,16 @@ class FisherLoss(nn.Module):
         self.directions[row] = gradient / gradient_size
         self.perturbations[row] = perturbation / perturbation_size
         self.ratios[row] = torch.where(perturbation.any(), gradient_size / perturbation_size, 0)
-        self.gradients.copy_(self.directions * (self.ratios / self.ratios.max().clamp_min(1e-300))[:, None])
-        gradients, perturbations = self.gradients[: row + 1], self.perturbations[: row + 1]
-        self.inverse[: row + 1, : row + 1] = inverse_gram(perturbations)
-        if self.averages == "absolute":
-            self.diagonal.copy_(self.directions[: row + 1].mean(0))
+        sizes = self.ratios / self.ratios.max().clamp_min(1e-300)
+        directions, perturbations, sizes = (t[: row + 1] for t in (self.directions, self.perturbations, sizes))
+        if self.right is None:
+            self.diagonal.copy_(directions.mean(0))
+            self.left[: row + 1] = combined(inverse_root(perturbations) * sizes, directions)
         else:
-            self.diagonal.copy_(diagonal_fisher(gradients, perturbations))
-        self.direction.copy_(rank_one_fisher(self.gradients[row], self.perturbations[row]))
+            self.left[: row + 1] = directions * sizes[:, None]
+            self.diagonal.copy_(diagonal_fisher(self.left[: row + 1], perturbations))
+            self.right[: row + 1] = combined(inverse_gram(perturbations), perturbations)
+        self.direction.copy_(rank_one_fisher(directions[row] * sizes[row], perturbations[row]))
         # Row by row: a row's bits must not depend on how many others this rank has beside it.
         by_row = {name: torch.cat([self._term(name, row) for row in deltas.split(1)]) for name in self.terms}
         values = torch.stack([self.mean(of_rows) for of_rows in by_row.values()])
@@ -138,9 +144,13 @@ class FisherLoss(nn.Module):
             return deltas.square().sum(1)
         if name == "rank one":
             return rank_one_loss(deltas, self.direction)
-        right = self.gradients if self.averages == "absolute" else self.perturbations
         # Without symmetry the quadratic form can be negative; its size is what must shrink.
-        return low_rank_loss(deltas, self.gradients, self.inverse, right).abs()
+        return low_rank_loss(deltas, *self.sides).abs()
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """The factors of the low-rank matrix F = left^T right: (k, a) each."""
+        return self.left, self.left if self.right is None else self.right
 
 
 def _length(row: Tensor) -> Tensor:

@@ -267,9 +267,8 @@ def _approximations(
         subset = samples[part::rank]
         averages = collect_averages(subset, lambda sample: collected[sample.start], config.averages)
         loss.collect(*averages, deltas)
-    left = loss.gradients[:, columns].double()
-    right = left if config.averages == "absolute" else loss.perturbations[:, columns].double()
-    low_rank = left.T @ loss.inverse.double() @ right
+    left, right = (side[:, columns].double() for side in loss.sides)
+    low_rank = left.T @ right
     terms = {"low rank": (low_rank + low_rank.T) / 2, "diagonal": loss.diagonal[columns].double().diag()}
     weights = dict(zip(loss.terms, loss.normalisers.double(), strict=True))
     damped = {**terms, "identity": torch.eye(len(low_rank), dtype=torch.float64, device=low_rank.device)}
