@@ -29,7 +29,7 @@ from fimaq.progress import Lines
 def main() -> None:
     options = _parse()
     device = choose_device(options.device)
-    arguments = {k: _value(v) for k, v in (a.split("=", 1) for a in options.model_arg)}
+    arguments = {k: value_of(v) for k, v in (a.split("=", 1) for a in options.model_arg)}
     model = build_model(options.model, options.weights, options.num_classes, arguments)
     transform = build_transform(resolve_preprocessing(model, crop_pct=options.crop_pct))
     calibration = load_calibration(options.data / "train", options.calib_size, transform, seed=0).images
@@ -38,7 +38,7 @@ def main() -> None:
     model.to(device)
     with torch.no_grad():
         val = [(x.to(device), y.to(device), model(x.to(device))) for x, y, _ in validation_batches(dataset, 250)]
-    _write(options.results, {"model": options.model, "full_precision": measure(model, val)["top1"]})
+    write_row(options.results, {"model": options.model, "full_precision": measure(model, val)["top1"]})
     model.cpu()
 
     began, shortest = time.monotonic(), 0.0
@@ -46,7 +46,7 @@ def main() -> None:
         if time.monotonic() - began + shortest > options.seconds:
             print("not started for want of time:", run, flush=True)
             continue
-        settings = {key: _value(value) for key, value in (part.split("=", 1) for part in run.split())}
+        settings = settings_of(run)
         start = time.monotonic()
         progress = Lines() if options.verbose else None
         images = calibration[: settings.pop("images", None)]
@@ -63,7 +63,7 @@ def main() -> None:
             "peak_gib": round(result.metrics["peak_memory_bytes"] / 2**30, 2),
             "unit_seconds": [u["seconds"] for u in result.metrics["units"]],
         }
-        _write(options.results, row)
+        write_row(options.results, row)
 
 
 @torch.no_grad()
@@ -78,16 +78,21 @@ def measure(model: nn.Module, batches: list[tuple[Tensor, Tensor, Tensor]]) -> d
     }
 
 
-def _write(path: Path | None, row: dict[str, Any]) -> None:
+def write_row(path: Path | None, row: dict[str, Any]) -> None:
     print(json.dumps(row), flush=True)
     if path is not None:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def _value(text: str) -> Any:
+def settings_of(run: str) -> dict[str, Any]:
+    """What a text such as "bits=w4a4 iters=700" asks for."""
+    return {key: value_of(value) for key, value in (part.split("=", 1) for part in run.split())}
+
+
+def value_of(text: str) -> Any:
     if "," in text:
-        return tuple(_value(part) for part in text.split(","))
+        return tuple(value_of(part) for part in text.split(","))
     for kind in (int, float):
         try:
             return kind(text)

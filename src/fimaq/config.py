@@ -86,7 +86,9 @@ class Config(BaseModel):
     allow_float: bool = Field(False, description="quantize the rest where an attention cannot be opened")
 
     device: str = "auto"
-    precision: Precision = "fp32"
+    precision: Precision | None = Field(
+        None, description="of products on a GPU; None: bf16, in detection tf32; a CPU computes in fp32"
+    )
     compile: bool | None = Field(None, description="fuse operators; None: on a GPU from 1000 iterations on")
     memory_budget: int | None = Field(None, gt=0, description="bytes, or text such as 4GiB; None: all there is")
     host_budget: int | None = Field(

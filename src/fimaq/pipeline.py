@@ -25,7 +25,7 @@ from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.data.inputs import gather_images, tensor_fingerprint
 from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
 from fimaq.description import SAME, architecture_of, describe
-from fimaq.device import choose_device, numerics, peak_memory, resident_bytes
+from fimaq.device import choose_device, numerics, peak_memory, resident_bytes, with_precision
 from fimaq.errors import InputError
 from fimaq.journal import Journal
 from fimaq.models.build import check_finite
@@ -131,6 +131,7 @@ def run_quantization(
     Units in `only_searched` are not reconstructed. `rest`: parts that the forward pass does not reach.
     """
     device = ranks.place(choose_device(config.device))
+    config = with_precision(config, device)
     if config.tensorboard:
         require_tensorboard()
         if out is None:

@@ -14,7 +14,9 @@ from fimaq.predict import fitted
 from fimaq.predict.prediction import predict
 from fimaq.predict.sizes import Sizes, count_sizes
 
-ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "speed-h200-2026-11-15-third.jsonl"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+EARLIER, TODAY = RESULTS / "speed-h200-2026-11-15-third.jsonl", RESULTS / "speed-h200-2026-11-17.jsonl"
+"""bf16 was measured again when steps became faster; what else a row says has not changed since."""
 TINY = {"img_size": 32, "patch_size": 16, "depth": 3, "embed_dim": 24, "num_heads": 2}
 GIBIBYTE = 2**30
 
@@ -26,8 +28,8 @@ def deit() -> Sizes:
     return count_sizes(prepare_chain(model, images, Config())[1], images, 4)
 
 
-def measured(case: str) -> dict[str, Any]:
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+def measured(case: str, file: Path = EARLIER) -> dict[str, Any]:
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     (row,) = [row for row in rows if row["case"] == f"model=deit_tiny_patch16_224 {case}"]
     return row
 
@@ -46,7 +48,8 @@ def test_one_unit_is_predicted_as_it_was_measured(
     deit: Sizes, case: str, settings: dict[str, Any], unit: int
 ) -> None:
     row, config = measured(case), Config.create(**settings)
-    assert 1000 * fitted.step_seconds(deit.units[unit], config) == pytest.approx(row["ms per step"], rel=0.1)
+    step = measured("precision=bf16", TODAY) if settings["precision"] == "bf16" else row
+    assert 1000 * fitted.step_seconds(deit.units[unit], config) == pytest.approx(step["ms per step"], rel=0.1)
     assert fitted.refresh_seconds(deit, unit, config) == pytest.approx(row["refresh, s"], rel=0.3)
     assert fitted.search_seconds(deit.units[unit], config) == pytest.approx(
         row["range search of a unit, s"], rel=0.25
@@ -73,7 +76,7 @@ def test_more_work_takes_longer_and_more_images_more_memory() -> None:
     assert more[2] > host
     assert seconds_and_memory(calib_size=256, rank=1)[0] < seconds
     assert seconds_and_memory(calib_size=256, method="rtn")[0] < seconds
-    assert seconds_and_memory(calib_size=256, precision="bf16")[0] < seconds
+    assert seconds_and_memory(calib_size=256, precision="fp32")[0] > seconds
 
 
 def test_a_budget_bounds_the_gpu_and_fills_the_host() -> None:

@@ -44,7 +44,7 @@ def print_prediction(where: str, prediction: Any, config: Config) -> None:
     say = Console(highlight=False, soft_wrap=True, markup=False).print
     say(
         f"{prediction.model} {config.bits} {config.method}, {config.calib_size} images, {config.iters} "
-        f"iterations, {config.precision}, on {where} ({prediction.device}); predicted, not measured:"
+        f"iterations, {prediction.precision}, on {where} ({prediction.device}); predicted, not measured:"
     )
     parts = ", ".join(f"{stage} {clock(value)}" for stage, value in prediction.seconds.items() if value >= 0.5)
     say(f"  time         {clock(prediction.total_seconds)} ({parts}), {prediction.basis}")

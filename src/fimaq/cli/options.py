@@ -43,7 +43,8 @@ ClassMap = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help=f"auto, cpu or cuda. {default_of('device')}")]
 Precision = Annotated[
-    str | None, typer.Option(help=f"fp32, tf32 or bf16 (faster on a GPU). {default_of('precision')}")
+    str | None,
+    typer.Option(help="Of products on a GPU: fp32, tf32 or bf16. [default: bf16; detection: tf32]"),
 ]
 MemoryBudget = Annotated[
     str | None, typer.Option(help="GPU memory to stay within, such as 4GiB. [default: no limit]")

@@ -10,10 +10,14 @@ from fimaq.reconstruct.plan import UnitPlan
 
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
-STEP_SECONDS, STEP_PER_MEBIBYTE, STEP_BATCH = 0.157e-3, 0.211e-3, 32
-"""A step in bf16: fixed, and for each MiB that the unit's layers read per image, at a batch of 32."""
-PRODUCTS = {"bf16": (0.0, 0.0), "tf32": (0.13e-3, 0.31e-12), "fp32": (0.13e-3, 2.44e-12)}
-"""What exact products add: fixed, and for each operation of one image, at a batch of 32. fp32: of one model."""
+STEP_BATCH = 32
+STEP = {
+    "bf16": (0.036e-3, 0.188e-3, 0.0),
+    "tf32": (0.287e-3, 0.211e-3, 0.31e-12),
+    "fp32": (0.287e-3, 0.211e-3, 2.44e-12),
+}
+"""A step at that batch: fixed; for each MiB that the unit's layers read per image; for each operation of one
+image. tf32, and fp32 of one model, were measured before rows of attention were aligned and kernels combined."""
 UNFUSED_SECONDS = 2e-3
 """More in each step that is not compiled."""
 COMPILE_SECONDS = 15.0
@@ -36,10 +40,10 @@ HOST_LIBRARIES = 1 * GIBIBYTE
 
 def step_seconds(unit: UnitSize, config: Config) -> float:
     """One iteration of the unit."""
-    fixed, per_operation = PRODUCTS[config.precision]
-    moved = STEP_PER_MEBIBYTE * unit.recorded / MEBIBYTE + per_operation * unit.operations
+    fixed, per_mebibyte, per_operation = STEP[config.precision or "fp32"]
+    moved = per_mebibyte * unit.recorded / MEBIBYTE + per_operation * unit.operations
     unfused = 0.0 if config.compiles("cuda") else UNFUSED_SECONDS
-    return STEP_SECONDS + fixed + unfused + moved * config.batch_size / STEP_BATCH
+    return fixed + unfused + moved * config.batch_size / STEP_BATCH
 
 
 def refresh_seconds(sizes: Sizes, index: int, config: Config) -> float:
@@ -47,7 +51,7 @@ def refresh_seconds(sizes: Sizes, index: int, config: Config) -> float:
     images = min(config.fisher_size or config.calib_size, config.calib_size)
     per_image = REFRESH_PER_MEBIBYTE * sizes.saved_behind(index) / MEBIBYTE
     longer = 1.0 if config.memory_budget is None else REFRESH_BOUNDED
-    return longer * images * per_image * REFRESH_SLOWER[config.precision]
+    return longer * images * per_image * REFRESH_SLOWER[config.precision or "fp32"]
 
 
 def search_seconds(unit: UnitSize, config: Config) -> float:

@@ -8,7 +8,7 @@ import torch
 
 from fimaq.calibrate.search import CHUNK_ELEMENTS
 from fimaq.config import FISHER_METHODS, Config
-from fimaq.device import numerics
+from fimaq.device import numerics, with_precision
 from fimaq.models.build import build_architecture
 from fimaq.models.units import UnitChain
 from fimaq.pipeline import prepare_chain
@@ -36,6 +36,7 @@ class Prediction:
 
     model: str
     device: str
+    precision: str
     basis: str
     seconds: dict[str, float]
     gpu_bytes: int
@@ -74,6 +75,7 @@ def predict(config: Config, image_shape: tuple[int, ...], devices: Sequence[torc
 
 def predict_on(device: torch.device, chain: UnitChain, sizes: Sizes, config: Config) -> Prediction:
     """The same for a model whose sizes are counted; without seconds for a CPU."""
+    config = with_precision(config, device)
     image = torch.randn(1, *chain.image_shape)
     on_gpu = device.type == "cuda"
     resident = int(fitted.HOST_LIBRARIES + _kept(sizes, config)) if on_gpu else 0
@@ -82,6 +84,7 @@ def predict_on(device: torch.device, chain: UnitChain, sizes: Sizes, config: Con
     return Prediction(
         model=str(config.model),
         device=str(device),
+        precision=str(config.precision),
         basis="fitted to an NVIDIA H200" if on_gpu else "timed on this machine",
         seconds=fitted.stage_seconds(sizes, plans_of(sizes, config), config) if on_gpu else {},
         gpu_bytes=_gpu_bytes(sizes, lists, sweep, config) if on_gpu else 0,

@@ -1,0 +1,48 @@
+"""Which precision a run computes with where nobody says: the fastest that was seen to cost no accuracy."""
+
+import pytest
+import torch
+
+from fimaq.config import Config
+from fimaq.device import numerics, with_precision
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def chosen(device: torch.device, **settings: str) -> str | None:
+    return with_precision(Config.create(**settings), device).precision
+
+
+def test_a_cpu_computes_in_fp32() -> None:
+    assert chosen(CPU) == "fp32"
+
+
+@pytest.mark.parametrize(("task", "precision"), [("classification", "bf16"), ("detection", "tf32")])
+def test_a_gpu_computes_in_what_was_measured_for_the_task(
+    task: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert chosen(GPU, task=task) == precision
+
+
+def test_a_gpu_without_bf16_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert chosen(GPU) == "fp32"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_what_is_asked_for_is_taken(device: torch.device, precision: str) -> None:
+    assert chosen(device, precision=precision) == precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed"), [("fp32", False), ("tf32", True), ("bf16", True), (None, False)]
+)
+def test_tf32_is_allowed_where_the_precision_says_so_and_only_there(precision: str | None, allowed: bool) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    with numerics(Config.create(precision=precision)):
+        assert torch.backends.cuda.matmul.allow_tf32 is allowed
+    assert torch.backends.cuda.matmul.allow_tf32 is before
