@@ -193,6 +193,11 @@ class Config(BaseModel):
     def resolved_scale_lr(self) -> float:
         return 1e-4 * self.lr_factor if self.scale_lr is None else self.scale_lr
 
+    def resolved(self) -> dict[str, Any]:
+        """All settings as JSON knows them, with the values that those left open stand for."""
+        rates = {"rounding_lr": self.resolved_rounding_lr, "scale_lr": self.resolved_scale_lr}
+        return {**self.model_dump(mode="json"), "rank": self.resolved_rank, **rates}
+
     def compiles(self, device: str) -> bool:
         """Whether steps are compiled on a device of this type.
 

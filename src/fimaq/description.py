@@ -45,9 +45,7 @@ def describe(
     images: int,
 ) -> dict[str, Any]:
     """What config.json records: all that is needed to repeat the run and to recognise it again."""
-    settings = config.model_dump(mode="json")
-    settings["rank"] = config.resolved_rank
-    settings["rounding_lr"], settings["scale_lr"] = config.resolved_rounding_lr, config.resolved_scale_lr
+    settings = config.resolved()
     paths = {key: settings.pop(key) for key in sorted(NOT_COMPARED)}
     for key in ("model", "model_args", "num_classes"):
         settings.pop(key)

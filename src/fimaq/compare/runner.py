@@ -117,12 +117,9 @@ def stored_metrics(path: Path, config: Config) -> dict[str, Any] | None:
         measures_of(metrics)
     except InputError:
         return None
-    known = {
-        **config.model_dump(mode="json"),
-        "rank": config.resolved_rank,
-        "rounding_lr": config.resolved_rounding_lr,
-        "scale_lr": config.resolved_scale_lr,
-    }
+    known = config.resolved()
+    if config.precision is None:  # left to the machine, which may not be this one
+        del known["precision"]
     sections = directory.config
     model = sections.get("model", {})
     kept = {**sections.get("settings", {}), **sections.get("given", {})}
