@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,27 @@ def described(step: ReconstructionStep) -> str:
 UPDATED = {"roundings", "scales", "iteration", "loss"} | {
     f"{group}.{moment}" for group in ("roundings", "scales") for moment in ("first", "second")
 }
+
+
+@pytest.mark.parametrize("combines", [True, False])
+def test_kernels_are_combined_on_a_gpu_where_the_compiler_can(
+    combines: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    tried = []
+
+    def compile_with(options: dict[str, Any], *_: Any) -> str:
+        tried.append(options)
+        if "combo_kernels" in options and not combines:
+            raise RuntimeError("cannot")
+        return "compiled"
+
+    monkeypatch.setattr(compiled, "_compile_with", compile_with)
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert compiled._compile(torch.fx.symbolic_trace(torch.nn.Identity()), {"a": on_gpu}) == "compiled"
+    assert ["combo_kernels" in options for options in tried] == ([True] if combines else [True, False])
+    assert [str(w.message) for w in recwarn] == (
+        [] if combines else ["kernels are not combined: RuntimeError: cannot"]
+    )
 
 
 def test_tracing_a_step_computes_nothing() -> None:
