@@ -49,5 +49,7 @@ def test_grey_images_without_preprocessing_are_stretched_to_their_extremes() -> 
 def test_class_names_are_the_models_or_imagenets_or_those_of_folders() -> None:
     assert class_names(2, ["cat", "dog"]) == {0: "cat", 1: "dog"}
     assert class_names(1000)[0].startswith("tench")
+    assert class_names(1000, None, {"n01440764": 0})[0].startswith("tench")
+    assert class_names(1000, None, {"Fiat 500": 0, "Saab 900": 1}) == {0: "Fiat 500", 1: "Saab 900"}
     assert class_names(3, None, {"ant": 2}) == {2: "ant"}
     assert class_names(None) == {}

@@ -6,7 +6,7 @@ A wrong mapping gives a wrong accuracy without any other sign, so folders are ne
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def _by_label_names(folders: Sequence[str], num_classes: int, labels: Sequence[s
 def _by_synsets(folders: Sequence[str], num_classes: int) -> ClassMapping | None:
     """The position in timm's synset list of the ImageNet with this many classes; some may be absent."""
     subset = infer_imagenet_subset({"num_classes": num_classes})
-    if subset is None or not all(re.fullmatch(r"n\d{8}", folder) for folder in folders):
+    if subset is None or not are_synsets(folders):
         return None
     title = subset.replace("imagenet", "ImageNet")
     position = {synset: index for index, synset in enumerate(ImageNetInfo(subset).label_names())}
@@ -147,6 +147,11 @@ def _by_synsets(folders: Sequence[str], num_classes: int) -> ClassMapping | None
             f"folder names not among the {num_classes} synsets of {title}: {_some(unknown)}; {CLASS_MAP_HELP}"
         )
     return ClassMapping({folder: position[folder] for folder in folders}, f"{title} synsets carried by timm")
+
+
+def are_synsets(folders: Iterable[str]) -> bool:
+    """Whether all names are WordNet's numbers, as folders of ImageNet are called."""
+    return all(re.fullmatch(r"n\d{8}", folder) for folder in folders)
 
 
 def _by_integers(folders: Sequence[str], num_classes: int) -> ClassMapping | None:

@@ -12,6 +12,7 @@ from PIL import Image
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor
 
+from fimaq.data.classes import are_synsets
 from fimaq.data.preprocess import Preprocessing
 
 SHOWN = 12
@@ -86,10 +87,13 @@ def picture_of(image: Tensor, preprocessing: Preprocessing | None) -> str:
 def class_names(
     num_classes: int | None, label_names: Any = None, folders: Mapping[str, int] | None = None
 ) -> dict[int, str]:
-    """Names of classes by their numbers: the model's own, timm's for an ImageNet of this size, or of folders."""
+    """Names of classes by their numbers: the model's own, timm's for an ImageNet of this size, or of folders.
+
+    A thousand classes whose folders are called otherwise are not ImageNet's.
+    """
     if isinstance(label_names, list | tuple) and len(label_names) == num_classes:
         return {index: str(name) for index, name in enumerate(label_names)}
     subset = infer_imagenet_subset({"num_classes": num_classes}) if num_classes else None
-    if subset is not None:
+    if subset is not None and are_synsets(folders or {}):
         return dict(enumerate(ImageNetInfo(subset).label_descriptions()))
     return {index: name for name, index in (folders or {}).items()}
