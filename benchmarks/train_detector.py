@@ -20,7 +20,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,7 +49,7 @@ WEIGHT_DECAY = 0.05
 LARGEST_GRADIENT = 1.0
 AVERAGE_DECAY = 0.998
 PREDICTOR_STDS = {"rpn_cls": 0.01, "rpn_reg": 0.01, "fc_cls": 0.01, "fc_reg": 0.001}
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_COPIES = 10.0, 60.0
 
 Tensors = dict[str, Tensor]
 
@@ -240,13 +240,20 @@ def rate_factor(share: float) -> float:
     return min(1.0, (share + 1e-3) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def train(detector: Detector, data: ShapesSet, budget: Budget, batch: int, learning_rate: float) -> Detector:
-    """Train `detector`; the average of its weights, in evaluation mode."""
+def train(
+    detector: Detector,
+    data: ShapesSet,
+    budget: Budget,
+    batch: int,
+    learning_rate: float,
+    keep: Callable[[Detector], object] = lambda detector: None,
+) -> Detector:
+    """Train `detector`; the average of its weights, in evaluation mode. `keep` is given it every minute."""
     device = data.images.device
     optimizer, average = optimiser(detector, learning_rate), Average(detector)
     detector.train()
     parameters = list(detector.parameters())
-    start = last = time.perf_counter()
+    start = last = kept = time.perf_counter()
     for step, indices in enumerate(data.batches(batch)):
         now = time.perf_counter()
         share = budget.share(step, now - start)
@@ -266,6 +273,9 @@ def train(detector: Detector, data: ShapesSet, budget: Budget, batch: int, learn
         if step == 0 or now - last > SECONDS_BETWEEN_LINES:
             last = now
             report(step, now - start, total, losses)
+        if now - kept > SECONDS_BETWEEN_COPIES:
+            kept = now
+            keep(average.detector)
     elapsed = time.perf_counter() - start
     print(f"{step} steps in {elapsed:.0f} s, {1000 * elapsed / max(step, 1):.0f} ms each; ", end="")
     print(f"every image seen {step * min(batch, len(data)) / len(data):.1f} times", flush=True)
@@ -337,11 +347,15 @@ def run(options: argparse.Namespace) -> None:
     print(f"{options.model} {args}: {count / 1e6:.2f} million parameters", flush=True)
     print(f"training on {len(data)} images, on {device}", flush=True)
     budget = Budget(options.steps, 60 * options.minutes)
-    trained = train(detector.to(device), data, budget, options.batch, options.learning_rate)
     metadata = {"model": options.model, "args": json.dumps(args), "classes": json.dumps(classes)}
-    stored = in_16_bits(trained.state_dict()) if options.half else trained.state_dict()
-    write_tensors(options.out, stored, metadata)
-    trained.load_state_dict(stored)  # measure the weights as they are stored
+
+    def store(detector: Detector) -> Tensors:
+        weights = in_16_bits(detector.state_dict()) if options.half else detector.state_dict()
+        write_tensors(options.out, weights, metadata)
+        return weights
+
+    trained = train(detector.to(device), data, budget, options.batch, options.learning_rate, store)
+    trained.load_state_dict(store(trained))  # measure the weights as they are stored
     if options.evaluate:
         size = data.images.shape[-1]
         scores = evaluate_detectors({"trained": trained}, val, DetectionPreprocessing(size, size), device, Lines())
