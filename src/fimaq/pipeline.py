@@ -132,10 +132,7 @@ def run_quantization(
     """
     device = ranks.place(choose_device(config.device))
     config = with_precision(config, device)
-    if config.tensorboard:
-        require_tensorboard()
-        if out is None:
-            raise InputError("tensorboard: its files go into the run directory; give one with out=")
+    check_tensorboard(config, out)
     count = sum(ranks.collect(len(images)))
     check_ranks(ranks, config, count)
     check_finite(model)
@@ -326,6 +323,14 @@ def _take_from_first(module: nn.Module, ranks: Ranks) -> None:
             return quantized_state(module), None
 
         load_quantized_state(module, ranks.from_rank(0, state)[0])
+
+
+def check_tensorboard(config: Config, out: Path | None) -> None:
+    """Refuse curves that cannot be written."""
+    if config.tensorboard:
+        require_tensorboard()
+        if out is None:
+            raise InputError("tensorboard: its files go into the run directory; give one with out=")
 
 
 def check_ranks(ranks: Ranks, config: Config, images: int) -> None:
