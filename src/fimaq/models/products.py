@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fimaq.errors import InputError
+from fimaq.quant.aligned import spare_tokens, unbind
 from fimaq.quant.exact import exponentials
 from fimaq.quant.layers import QUANTIZED, QuantLinear, QuantMatMul
 
@@ -27,8 +28,7 @@ _MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bm
 _FUSED_ATTENTION = F.scaled_dot_product_attention
 _SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
 
-ALIGNED_TOKENS = 8
-"""A GPU multiplies matrices fast whose rows hold a multiple of 16 bytes; most ViTs have 197 tokens, Swin 49."""
+_UNBINDS = {torch.unbind, Tensor.unbind}
 
 
 def _softmax(scores: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def written_out_attention(
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     query = query * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
-    spare = _spare_tokens(query, key)
+    spare = spare_tokens(key)
     scores = products[0](query, key.transpose(-2, -1), *([spare] if spare else []))
     if is_causal:
         attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=scores.device).tril()
@@ -69,10 +69,6 @@ def written_out_attention(
     return products[1](F.dropout(weights, dropout_p) if dropout_p > 0 else weights, value)
 
 
-def _spare_tokens(query: Tensor, key: Tensor) -> int:
-    return -key.size(-2) % ALIGNED_TOKENS if query.is_cuda and query.requires_grad else 0
-
-
 def _with_spare(attn_mask: Tensor | None, tokens: int, spare: int, scores: Tensor) -> Tensor:
     """What to add to scores (..., n, tokens + spare), so that the spare tokens get no attention."""
     if attn_mask is None:
@@ -80,6 +76,16 @@ def _with_spare(attn_mask: Tensor | None, tokens: int, spare: int, scores: Tenso
     elif attn_mask.dtype == torch.bool:
         attn_mask = scores.new_zeros(()).masked_fill(~attn_mask, -math.inf)
     return F.pad(attn_mask.expand(*attn_mask.shape[:-1], tokens), (0, spare), value=-math.inf)
+
+
+def powers_and_sums(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (..., n, k) -> exp(score - largest of the row), and its sums (..., n, 1).
+
+    Their quotient is the softmax.
+    """
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    powers = torch.exp(wide - wide.detach().amax(-1, keepdim=True))
+    return powers, powers.sum(-1, keepdim=True)
 
 
 class _ProductMode(TorchFunctionMode):
@@ -100,9 +106,10 @@ class _ProductMode(TorchFunctionMode):
 
     def _softmax(self, scores: Tensor) -> Tensor:
         reads_it = self.owner.products[self.count] if self.count < len(self.owner.products) else None
-        if not isinstance(reads_it, QuantMatMul) or not reads_it.wants_exponentials or scores.requires_grad:
+        learns = scores.requires_grad
+        if not isinstance(reads_it, QuantMatMul) or not reads_it.wants_exponentials(learns):
             return _softmax(scores)
-        powers, sums = exponentials(scores)
+        powers, sums = powers_and_sums(scores) if learns else exponentials(scores)
         self.softmax = powers / sums, powers, sums
         return self.softmax[0]
 
@@ -115,6 +122,8 @@ class _ProductMode(TorchFunctionMode):
         if func is _FUSED_ATTENTION:
             products = self._multiply, self._multiply
             return written_out_attention(products, *args, **{**kwargs, "softmax": self._softmax})
+        if func in _UNBINDS and args[0].requires_grad:
+            return unbind(*args, **kwargs)
         if func in _SOFTMAXES and _is_over_last(*args, **kwargs):
             return self._softmax(args[0])
         if func is F.linear:
@@ -157,7 +166,7 @@ class OpenedModule(nn.Module):
         if not self.watched and not any(product.quantized for product in self.products):
             return super().forward(*args, **kwargs)
         mode = _ProductMode(self)
-        with mode:
+        with mode, _fused(self, _learns_on_gpu(args)):
             result = super().forward(*args, **kwargs)
         if mode.count != len(self.products):
             kind = type(self).__name__.removeprefix("Opened")
@@ -166,6 +175,23 @@ class OpenedModule(nn.Module):
                 "a module used more than once, or whose products depend on its input, is not supported"
             )
         return result
+
+
+def _learns_on_gpu(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.is_cuda for a in args)
+
+
+@contextmanager
+def _fused(module: nn.Module, wanted: bool) -> Iterator[None]:
+    """timm's Swin multiplies by itself unless told to call the fused attention, whose rows can be aligned."""
+    asked = wanted and getattr(module, "fused_attn", None) is False
+    if asked:
+        module.fused_attn = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if asked:
+            module.fused_attn = False  # type: ignore[assignment]
 
 
 def open_module(module: nn.Module, count: int, bits: int) -> None:

@@ -45,13 +45,24 @@ def _backward(
     scaled = x / scale
     rounded = torch.round(scaled)
     steps = torch.clamp(rounded, -zero_point, levels - zero_point)
-    inside = steps == rounded
-    slope = steps.addcmul_(scaled, rounded.copy_(inside), value=-1)  # steps - scaled * inside
-    of_scale = slope.mul_(grad)
-    passes = inside
+    passes = steps == rounded
     if dropped is not None:
-        passes, of_scale = inside | dropped, of_scale.mul_(~dropped)
-    return rounded.copy_(passes).mul_(grad), of_scale.sum_to_size(scale.shape)
+        passes = passes | dropped
+    of_x = rounded.copy_(passes).mul_(grad)
+    of_scale = steps.mul_(grad).addcmul_(scaled, of_x, value=-1)  # (steps - scaled where inside) * grad
+    if dropped is not None:
+        of_scale = of_scale.mul_(~dropped)
+    return of_x, _sum_to(scale, of_scale)
+
+
+def _sum_to(scale: Tensor, of_elements: Tensor) -> Tensor:
+    """The sums (shaped like `scale`) of what each element says of the scale that it has.
+
+    Rows first: the kernel that computes the elements can sum up each row, and they need not be stored.
+    """
+    if of_elements.dim() > 0 and (scale.dim() == 0 or scale.size(-1) == 1):
+        of_elements = of_elements.sum(-1, keepdim=True, dtype=scale.dtype)
+    return of_elements.sum_to_size(scale.shape)
 
 
 class _LearnedScale(torch.autograd.Function):

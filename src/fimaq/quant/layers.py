@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fimaq.quant.aligned import filled_product
 from fimaq.quant.fake import dequantize, quantize
 from fimaq.quant.integer import exact_type
 from fimaq.quant.quantizers import ActivationQuantizer, WeightQuantizer
@@ -157,11 +158,8 @@ class QuantMatMul(nn.Module):
     `rescales_rows`, for the output of a softmax: each row is divided by its largest element before it is
     quantized, and the product multiplied by it afterwards. A sharp row and a flat one then use the same static
     range in full; without it, a range that holds the sharp one rounds the flat one to nothing. Since
-    a / max(a) = exp(score - max(score)), nothing need be normalised first: with `takes_exponentials` the product
-    is that of the exponentials, divided by their sums.
-
-    While it is learned, the right side may get `spare` columns of zeros, and gets rows of zeros where the left
-    side has spare columns: a GPU makes products faster whose rows are aligned.
+    a / max(a) = exp(score - max(score)), nothing need be normalised first: while it is learned, and with
+    `takes_exponentials`, the product is that of the exponentials, divided by their sums.
     """
 
     def __init__(self, bits: int) -> None:
@@ -172,16 +170,19 @@ class QuantMatMul(nn.Module):
         self.takes_exponentials = False
         self.quantized = False
 
-    @property
-    def wants_exponentials(self) -> bool:
-        return self.takes_exponentials and self.quantized
+    def wants_exponentials(self, learns: bool) -> bool:
+        return self.quantized and (self.rescales_rows if learns else self.takes_exponentials)
 
     def forward(self, left: Tensor, right: Tensor, sums: Tensor | None = None, spare: int = 0) -> Tensor:
-        """With `sums` (..., n, 1), `left` holds the exponentials of a softmax, on a grid (exact.py)."""
+        """With `sums` (..., n, 1), `left` holds the exponentials of a softmax, which sum to them.
+
+        While it is learned, the right side may get `spare` columns of zeros, and gets rows of zeros where the left
+        side has spare columns.
+        """
         if sums is not None:
             return self.product(left, right) / sums
         if not self.quantized:
-            return padded_matmul(left, right, spare)
+            return filled_product(left, right, spare)
         if not self.rescales_rows:
             return self.product(left, right, spare)
         largest = largest_of_rows(left)
@@ -192,16 +193,10 @@ class QuantMatMul(nn.Module):
         one, two = self.left_quantizer, self.right_quantizer
         scale_per_term = two.scale.dim() > 1 and two.scale.shape[-2] > 1
         if left.requires_grad or right.requires_grad or scale_per_term:
-            return padded_matmul(one(left, left.size(-1) - right.size(-2)), two(right), spare)
+            return filled_product(one(left, left.size(-1) - right.size(-2)), two(right), spare)
         exact = torch.promote_types(exact_type(left.shape[-1], one.levels, two.levels), left.dtype)
         sums = torch.matmul(one.steps(left).to(exact), two.steps(right).to(exact))
         return sums.to(left.dtype) * (one.scale * two.scale)
-
-
-def padded_matmul(left: Tensor, right: Tensor, spare: int) -> Tensor:
-    """left (..., n, k + rows) @ right (..., k, m), with rows and `spare` columns of zeros added to the right."""
-    rows = left.size(-1) - right.size(-2)
-    return torch.matmul(left, F.pad(right, (0, spare, 0, rows)) if rows or spare else right)
 
 
 def largest_of_rows(left: Tensor) -> Tensor:

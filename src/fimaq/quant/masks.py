@@ -1,8 +1,8 @@
-"""Random masks for QDrop from a counter: the same key gives the same mask on every device, compiled or not.
+"""Random masks for QDrop from a counter: the same key gives the same masks on every device, compiled or not.
 
 A hash of (key, position) takes the place of a generator. It keeps no state that a recorded CUDA graph would have
-to advance, a compiler can fuse it into whatever reads the mask, and a backward pass can make the mask again
-instead of loading it.
+to advance. All bits that a step needs are drawn at once, 32 with one hash, and packed: what reads a mask, in the
+forward pass and again in the backward pass, then loads an eighth of a byte per element and need not hash.
 """
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 GOLDEN = 0x9E3779B9 - 2**32
 """2^32 divided by the golden ratio, as a signed integer: spreads consecutive numbers over all words."""
+WORD = 32
+DIGITS = 8
+"""Binary digits of a probability."""
 
 
 def mixed(words: Tensor) -> Tensor:
@@ -22,57 +25,62 @@ def mixed(words: Tensor) -> Tensor:
     return words
 
 
-def mask_key(seed: Tensor, number: int) -> Tensor:
-    """A key for the `number`-th mask that is made under one seed (an int32 scalar)."""
-    return mixed(seed + ((number * GOLDEN + 2**31) % 2**32 - 2**31))
+def words_for(count: int) -> int:
+    """How many words hold the bits of a mask of `count` elements."""
+    return -(-count // WORD)
 
 
-def random_mask(like: Tensor, probability: float, key: Tensor, positions: Tensor | None = None) -> Tensor:
-    """A boolean tensor shaped like `like`, each element true with `probability` (to 1/256).
+def random_words(count: int, probability: float, key: Tensor) -> Tensor:
+    """(count,) int32: each bit is set with `probability` (to 1/256). `key`: int32 scalar.
 
-    `key`: int32 scalar. Each 32-bit word of the hash serves four elements. `positions` (n,): where `like` holds n
-    rows of a larger batch, first dimension first, which rows these are; they get the mask that they have there.
+    A probability is made of even odds, digit by digit: "or" with a random bit makes (1 + p) / 2 of p, "and" p / 2.
     """
-    threshold = round(probability * 256)
-    if threshold == 0:
-        return torch.zeros_like(like, dtype=torch.bool)
-    octets = _octets_by_element if like.is_cuda else _octets_by_word
+    threshold = round(probability * 2**DIGITS)
+    positions = torch.arange(count, dtype=torch.int32, device=key.device)
+    words = positions.new_full((count,), -(threshold >> DIGITS))
+    for digit in range(DIGITS):
+        if threshold % 2 ** (digit + 1) == 0:
+            continue  # "and" with nothing set so far
+        drawn = mixed(positions + mixed(key + ((digit * GOLDEN + 2**31) % 2**32 - 2**31)))
+        words = words | drawn if threshold >> digit & 1 else words & drawn
+    return words
+
+
+def mask_of(like: Tensor, words: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The mask that `words` (at least `words_for` its elements) hold for a tensor: boolean, shaped like `like`.
+
+    `positions` (n,): where `like` holds n rows of a larger batch, first dimension first, which rows these are;
+    they get the mask that they have there. A matrix that is the transpose of how it lies in memory gets a mask
+    that lies like it.
+    """
+    if like.dim() > 2 and like.stride(-2) < like.stride(-1):
+        return mask_of(like.mT, words, positions).mT
+    bits = _unpacked(words)
     if positions is None or len(like) % len(positions):
-        return (octets(like.numel(), key) <= threshold - 1).view(like.shape)
-    of_rows = octets(like.numel() // len(positions), key, positions)
-    return (of_rows <= threshold - 1).view(like.shape)
+        return bits[: like.numel()].view(like.shape)
+    of_row = like.numel() // len(positions)
+    rows = bits[: len(bits) // of_row * of_row].view(-1, of_row)
+    return rows.index_select(0, positions).view(like.shape)
 
 
 def chosen(mask: Tensor, where_true: Tensor, where_false: Tensor) -> Tensor:
-    """What `torch.where` gives, of finite values, as arithmetic without branches.
+    """What `torch.where` gives, of finite values, on a CPU as arithmetic without branches.
 
     A CPU guesses a random branch wrong every other time: 4.8 million values take 30 ms with `torch.where`, 5 so.
     """
+    if mask.is_cuda:
+        return torch.where(mask, where_true.to(where_false.dtype), where_false)
     return torch.lerp(where_false, where_true.to(where_false.dtype), mask.to(where_false.dtype))
 
 
-def _octets_by_word(count: int, key: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Fewest operations: one hash for four octets. Integers in [0, 255], (count,), or (n * count,) for n rows."""
-    if rows is None:
-        return _octets_from(0, count, key)
-    if count % 4 == 0:  # no word serves two rows
-        words = torch.arange(count // 4, dtype=torch.int32, device=key.device) + rows[:, None] * (count // 4)
-        return mixed(words + key).view(torch.uint8).flatten()
-    return torch.cat([_octets_from(row * count, count, key) for row in rows.tolist()])
-
-
-def _octets_from(first: int, count: int, key: Tensor) -> Tensor:
-    words = torch.arange(first // 4, (first + count + 3) // 4, dtype=torch.int32, device=key.device)
-    return mixed(words + key).view(torch.uint8)[first % 4 : first % 4 + count]
-
-
-def _octets_by_element(count: int, key: Tensor, rows: Tensor | None = None) -> Tensor:
-    """The same numbers element by element, which fuses into the kernel that reads them."""
-    position = torch.arange(count, dtype=torch.int32, device=key.device)
-    if rows is not None:
-        position = (rows[:, None] * count + position).flatten()
-    words = mixed((position >> 2) + key)
-    return (words >> ((position & 3) << 3)) & 255
+def _unpacked(words: Tensor) -> Tensor:
+    """The bits of words, lowest first: (n,) -> (32 n,) boolean. On a CPU octet by octet, which moves least."""
+    if not words.is_cuda:
+        octets = words.view(torch.uint8)
+        shifts = torch.arange(8, dtype=torch.uint8)
+        return ((octets[:, None] >> shifts) & 1).view(torch.bool).flatten()
+    shifts = torch.arange(WORD, dtype=torch.int32, device=words.device)
+    return ((words[:, None] >> shifts) & 1).bool().flatten()
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fimaq.quant.fake import fake_quantize, learned_fake_quantize, quantize
 from fimaq.quant.integer import steps_of
-from fimaq.quant.masks import random_mask
+from fimaq.quant.masks import mask_of
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1
 """AdaRound's rectified sigmoid is stretched beyond [0, 1] so that it reaches both ends at finite input."""
@@ -59,8 +59,8 @@ class ActivationQuantizer(Quantizer):
 
     def __init__(self, bits: int) -> None:
         super().__init__(bits)
-        self.dropping: tuple[float, Tensor, Tensor | None] | None = None
-        """While a step of reconstruction runs: what `random_mask` is told for QDrop's mask of this quantizer."""
+        self.dropping: tuple[Tensor, Tensor | None] | None = None
+        """While a step of reconstruction runs: what `mask_of` is told for QDrop's mask of this quantizer."""
 
     def forward(self, x: Tensor, spare: int = 0) -> Tensor:
         """`spare`: how many of the last columns of x only fill it up, and count for no mask."""
@@ -68,7 +68,7 @@ class ActivationQuantizer(Quantizer):
             return fake_quantize(x, self.scale, self.zero_point, self.levels)
         dropped = None
         if self.dropping is not None:
-            dropped = random_mask(x[..., : x.size(-1) - spare] if spare else x, *self.dropping)
+            dropped = mask_of(x[..., : x.size(-1) - spare] if spare else x, *self.dropping)
             dropped = F.pad(dropped, (0, spare)) if spare else dropped
         return learned_fake_quantize(x, self.scale, self.zero_point, self.highest, dropped)
 

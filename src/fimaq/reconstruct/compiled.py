@@ -26,7 +26,12 @@ Results = tuple[Tensor, ...]
 WARM_UP = 3
 """Calls before a CUDA graph is recorded: libraries set themselves up during them."""
 
-ALIGNED: dict[str, Any] = {"padding_stride_threshold": 64, "padding_alignment_bytes": 16}
+ALIGNED: dict[str, Any] = {
+    "padding_stride_threshold": 64,
+    "padding_alignment_bytes": 16,
+    "shape_padding": False,
+    "max_pointwise_cat_inputs": 1,
+}
 """Rows of intermediate results start at multiples of 16 bytes. With an odd number of tokens (197 in most ViTs)
 they would not, and neither loads nor matrix products could be vectorised: 0.56 instead of 0.59 ms per step."""
 COMBINED: dict[str, Any] = {"combo_kernels": True}
@@ -36,12 +41,14 @@ _compiled: dict[str, Compiled] = {}
 
 
 class Replay:
-    """Calls `function(tensors)`, which reads and updates these tensors where they are."""
+    """Calls functions of named tensors, one after the other, which read and update them where they are.
 
-    def __init__(self, function: Callable[[Tensors], None], tensors: Tensors, compiled: bool) -> None:
-        self.function, self.tensors = function, tensors
-        self.on_gpu = any(t.is_cuda for t in tensors.values())
-        self.fused = compile_function(function, tensors) if compiled else None
+    Each is compiled by itself: what one writes is in memory when the next reads it.
+    """
+
+    def __init__(self, *parts: tuple[Callable[[Tensors], None], Tensors], compiled: bool) -> None:
+        self.on_gpu = any(t.is_cuda for _, tensors in parts for t in tensors.values())
+        self.parts = [(*part, compile_function(*part) if compiled else None) for part in parts]
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -68,10 +75,11 @@ class Replay:
         return graph
 
     def _run(self) -> None:
-        if self.fused is not None:
-            self.fused(*self.tensors.values())
-        else:
-            self.function(self.tensors)
+        for function, tensors, fused in self.parts:
+            if fused is not None:
+                fused(*tensors.values())
+            else:
+                function(tensors)
 
 
 class Recorded:
@@ -83,13 +91,14 @@ class Recorded:
     def __init__(self, function: Callable[..., Results]) -> None:
         self.function = function
         self.replay: Replay | None = None
+        self.static: Tensors = {}
         self.results: list[Tensor] = []
 
     def __call__(self, *arguments: Tensor) -> Results:
         if self.replay is None:
-            tensors = {str(i): t.clone() for i, t in enumerate(arguments)}
-            self.replay = Replay(_storing(self.function, self.results), tensors, compiled=False)
-        static = list(self.replay.tensors.values())
+            self.static = {str(i): t.clone() for i, t in enumerate(arguments)}
+            self.replay = Replay((_storing(self.function, self.results), self.static), compiled=False)
+        static = list(self.static.values())
         if not self.replay.on_gpu or [t.shape for t in static] != [t.shape for t in arguments]:
             return self.function(*arguments)
         torch._foreach_copy_(static, list(arguments))

@@ -10,9 +10,10 @@ One process asked for as many `parts` works on them one after the other, and get
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from fimaq.config import Config
 from fimaq.fisher.collect import flat
 from fimaq.models.units import Unit
 from fimaq.quant.layers import activation_quantizers, quantized_layers
-from fimaq.quant.masks import GOLDEN, chosen, mask_key, mixed, random_mask
+from fimaq.quant.masks import GOLDEN, chosen, mask_of, mixed, random_words, words_for
 from fimaq.quant.quantizers import rounding_indecision
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Replay
@@ -82,11 +83,37 @@ class ReconstructionStep:
             "loss": torch.zeros((), device=device),
             **positions,
         }
+        self.mask_words = [words_for(size) for size in self._mask_sizes()]
+        self.tensors["words"] = torch.zeros(sum(self.mask_words), dtype=torch.int32, device=device)
         # The unit itself goes on seeing what is learned.
         self._hand_over(self._learned_parts(self.tensors))
         self._replay: Callable[[], None] | None = None
         self._prefetch: Prefetch | Dealt | None = None
         self.steps = 0
+
+    def _mask_sizes(self) -> list[int]:
+        """How many elements of a whole batch are masked: of each input, and of what each quantizer reads."""
+        seen: dict[nn.Module, int] = {}
+
+        def note(quantizer: nn.Module, given: tuple[Any, ...]) -> None:
+            x, spare = given[0], sum(given[1:])
+            seen[quantizer] = max(x.numel() - x[..., :1].numel() * spare, seen.get(quantizer, 0))
+
+        def of(images: int) -> list[int]:
+            seen.clear()
+            inputs = [row.expand(images, *row.shape[1:]) for row in self.cache.rows("quantized inputs", 0, 1)]
+            with torch.enable_grad():
+                self.unit.with_tensors(_part(self.tensors, "unit.") | self._learned_parts(self.tensors), inputs)
+            return [*(i.numel() for i in inputs), *(seen.get(q, 0) for q in self.quantizers.values())]
+
+        hooks = [quantizer.register_forward_pre_hook(note) for quantizer in self.quantizers.values()]
+        try:
+            # What does not depend on the image, such as a table of position biases, does not grow with the batch.
+            more = self.config.batch_size - 1
+            return [one + (two - one) * more for one, two in zip(of(1), of(2), strict=True)]
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @property
     def loss(self) -> float:
@@ -125,8 +152,9 @@ class ReconstructionStep:
     def _prepared(self, compiled: bool) -> Callable[[], None]:
         """One iteration of this rank, to be called again and again."""
         ranks = self.cache.ranks
+        draw = self._draw, {name: self.tensors[name] for name in ("words", "seed", "iteration")}
         if not isinstance(ranks, Together):
-            return Replay(self._step, self.tensors, compiled)
+            return Replay(draw, (self._step, self.tensors), compiled=compiled)
         share = ranks.share(self.config.batch_size) / self.config.batch_size
         length = sum(self.tensors[group].numel() for group in self.learned) + 1
         bucket = self.tensors["bucket"] = torch.zeros(length, device=self.cache.device)
@@ -137,7 +165,8 @@ class ReconstructionStep:
         def together(t: Tensors) -> None:
             self._learn(t, t["bucket"])
 
-        before, after = (Replay(function, self.tensors, compiled) for function in (own_part, together))
+        before = Replay(draw, (own_part, self.tensors), compiled=compiled)
+        after = Replay((together, self.tensors), compiled=compiled)
 
         def run() -> None:
             before()
@@ -146,8 +175,13 @@ class ReconstructionStep:
 
         return run
 
+    def _draw(self, t: Tensors) -> None:
+        """The bits of all masks of this iteration."""
+        key = mixed(t["seed"] + t["iteration"] * GOLDEN)
+        t["words"].copy_(random_words(t["words"].numel(), self.config.drop_probability, key))
+
     def _step(self, t: Tensors) -> None:
-        """Everything that happens in one iteration; `t` holds all it reads and writes."""
+        """Everything else that happens in one iteration; `t` holds all it reads and writes."""
         if len(self.parts) == 1:
             self._learn(t, self._gradients(t))
             return
@@ -157,18 +191,14 @@ class ReconstructionStep:
 
     def _gradients(self, t: Tensors, part: slice = slice(None)) -> Tensor:
         """Gradients of the joined roundings and scales, and the loss without the rounding penalty, end to end."""
-        seed = mixed(t["seed"] + t["iteration"] * GOLDEN)
         raw, quantized, targets, weights = self._batch(t, part)
         positions = self._positions(t, part)
-        keep = self.config.drop_probability
-        inputs = [
-            chosen(random_mask(r, keep, mask_key(seed, -1 - i), positions), r, q)
-            for i, (r, q) in enumerate(zip(raw, quantized, strict=True))
-        ]
+        words = iter(t["words"].split(self.mask_words))
+        inputs = [chosen(mask_of(r, w, positions), r, q) for r, q, w in zip(raw, quantized, words, strict=False)]
         learned = self._learned_parts(t)
         state = _part(t, "unit.") | learned
         target = flat(targets)
-        with torch.enable_grad(), self._dropping(keep, seed, positions):
+        with torch.enable_grad(), self._dropping(words, positions):
             with self._lower_precision():
                 outputs = self.unit.with_tensors(state, inputs)
             deltas = flat(outputs) - target
@@ -221,11 +251,11 @@ class ReconstructionStep:
         return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     @contextmanager
-    def _dropping(self, probability: float, seed: Tensor, positions: Tensor | None) -> Iterator[None]:
+    def _dropping(self, words: Iterable[Tensor], positions: Tensor | None) -> Iterator[None]:
         """QDrop inside the unit, for the length of a step."""
-        for number, quantizer in enumerate(self.quantizers.values()):
-            key = mask_key(seed, number)
-            quantizer.dropping = (probability, key, positions) if probability > 0 else None
+        if self.config.drop_probability > 0:
+            for quantizer, own in zip(self.quantizers.values(), words, strict=True):
+                quantizer.dropping = own, positions
         try:
             yield
         finally:
