@@ -1,8 +1,8 @@
 """Random masks for QDrop from a counter: the same key gives the same masks on every device, compiled or not.
 
 A hash of (key, position) takes the place of a generator. It keeps no state that a recorded CUDA graph would have
-to advance. All bits that a step needs are drawn at once, 32 with one hash, and packed: what reads a mask, in the
-forward pass and again in the backward pass, then loads an eighth of a byte per element and need not hash.
+to advance. All bits that a step needs are drawn at once, 32 with one hash, and then laid out one byte each: what
+reads a mask, in the forward pass and again in the backward pass, loads a byte per element and need not hash.
 """
 
 import torch
@@ -46,16 +46,25 @@ def random_words(count: int, probability: float, key: Tensor) -> Tensor:
     return words
 
 
-def mask_of(like: Tensor, words: Tensor, positions: Tensor | None = None) -> Tensor:
-    """The mask that `words` (at least `words_for` its elements) hold for a tensor: boolean, shaped like `like`.
+def unpacked(words: Tensor) -> Tensor:
+    """The bits of words, lowest first: (n,) -> (32 n,) boolean. On a CPU octet by octet, which moves least."""
+    if not words.is_cuda:
+        octets = words.view(torch.uint8)
+        shifts = torch.arange(8, dtype=torch.uint8)
+        return ((octets[:, None] >> shifts) & 1).view(torch.bool).flatten()
+    shifts = torch.arange(WORD, dtype=torch.int32, device=words.device)
+    return ((words[:, None] >> shifts) & 1).bool().flatten()
+
+
+def mask_of(like: Tensor, bits: Tensor, positions: Tensor | None = None) -> Tensor:
+    """A boolean mask shaped like `like`, of random `bits`, of which there are at least as many as it has elements.
 
     `positions` (n,): where `like` holds n rows of a larger batch, first dimension first, which rows these are;
     they get the mask that they have there. A matrix that is the transpose of how it lies in memory gets a mask
     that lies like it.
     """
     if like.dim() > 2 and like.stride(-2) < like.stride(-1):
-        return mask_of(like.mT, words, positions).mT
-    bits = _unpacked(words)
+        return mask_of(like.mT, bits, positions).mT
     if positions is None or len(like) % len(positions):
         return bits[: like.numel()].view(like.shape)
     of_row = like.numel() // len(positions)
@@ -71,16 +80,6 @@ def chosen(mask: Tensor, where_true: Tensor, where_false: Tensor) -> Tensor:
     if mask.is_cuda:
         return torch.where(mask, where_true.to(where_false.dtype), where_false)
     return torch.lerp(where_false, where_true.to(where_false.dtype), mask.to(where_false.dtype))
-
-
-def _unpacked(words: Tensor) -> Tensor:
-    """The bits of words, lowest first: (n,) -> (32 n,) boolean. On a CPU octet by octet, which moves least."""
-    if not words.is_cuda:
-        octets = words.view(torch.uint8)
-        shifts = torch.arange(8, dtype=torch.uint8)
-        return ((octets[:, None] >> shifts) & 1).view(torch.bool).flatten()
-    shifts = torch.arange(WORD, dtype=torch.int32, device=words.device)
-    return ((words[:, None] >> shifts) & 1).bool().flatten()
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:

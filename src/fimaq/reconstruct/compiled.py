@@ -26,14 +26,9 @@ Results = tuple[Tensor, ...]
 WARM_UP = 3
 """Calls before a CUDA graph is recorded: libraries set themselves up during them."""
 
-ALIGNED: dict[str, Any] = {
-    "padding_stride_threshold": 64,
-    "padding_alignment_bytes": 16,
-    "shape_padding": False,
-    "max_pointwise_cat_inputs": 1,
-}
-"""Rows of intermediate results start at multiples of 16 bytes. With an odd number of tokens (197 in most ViTs)
-they would not, and neither loads nor matrix products could be vectorised: 0.56 instead of 0.59 ms per step."""
+UNPADDED: dict[str, Any] = {"comprehensive_padding": False, "shape_padding": False}
+"""The compiler makes no tensor larger to align it: it cannot keep reductions of such rows in registers, and copies
+matrices to fill them up. Rows that need it are aligned already (`quant/aligned.py`)."""
 COMBINED: dict[str, Any] = {"combo_kernels": True}
 """On a GPU, small kernels that do not wait for each other become one: 0.40 instead of 0.43 ms per step."""
 
@@ -153,10 +148,10 @@ def _compile(traced: GraphModule, tensors: Tensors) -> Compiled:
     """
     if any(t.is_cuda for t in tensors.values()):
         try:
-            return _compile_with(ALIGNED | COMBINED, copy.deepcopy(traced), tensors)
+            return _compile_with(UNPADDED | COMBINED, copy.deepcopy(traced), tensors)
         except Exception as error:  # combining is young, and no reason to do without the rest
             warnings.warn(f"kernels are not combined: {_first_line(error)}", stacklevel=2)
-    return _compile_with(ALIGNED, traced, tensors)
+    return _compile_with(UNPADDED, traced, tensors)
 
 
 def _compile_with(options: dict[str, Any], traced: GraphModule, tensors: Tensors) -> Compiled:

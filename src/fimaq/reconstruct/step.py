@@ -23,7 +23,7 @@ from fimaq.config import Config
 from fimaq.fisher.collect import flat
 from fimaq.models.units import Unit
 from fimaq.quant.layers import activation_quantizers, quantized_layers
-from fimaq.quant.masks import GOLDEN, chosen, mask_of, mixed, random_words, words_for
+from fimaq.quant.masks import GOLDEN, WORD, chosen, mask_of, mixed, random_words, unpacked, words_for
 from fimaq.quant.quantizers import rounding_indecision
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Replay
@@ -83,8 +83,10 @@ class ReconstructionStep:
             "loss": torch.zeros((), device=device),
             **positions,
         }
-        self.mask_words = [words_for(size) for size in self._mask_sizes()]
-        self.tensors["words"] = torch.zeros(sum(self.mask_words), dtype=torch.int32, device=device)
+        words = [words_for(size) for size in self._mask_sizes()]
+        self.mask_bits = [WORD * count for count in words]
+        self.tensors["words"] = torch.zeros(sum(words), dtype=torch.int32, device=device)
+        self.tensors["bits"] = torch.zeros(sum(self.mask_bits), dtype=torch.bool, device=device)
         # The unit itself goes on seeing what is learned.
         self._hand_over(self._learned_parts(self.tensors))
         self._replay: Callable[[], None] | None = None
@@ -152,9 +154,12 @@ class ReconstructionStep:
     def _prepared(self, compiled: bool) -> Callable[[], None]:
         """One iteration of this rank, to be called again and again."""
         ranks = self.cache.ranks
-        draw = self._draw, {name: self.tensors[name] for name in ("words", "seed", "iteration")}
+        masks = [
+            (self._draw, {name: self.tensors[name] for name in ("words", "seed", "iteration")}),
+            (_unpack, {name: self.tensors[name] for name in ("words", "bits")}),
+        ]
         if not isinstance(ranks, Together):
-            return Replay(draw, (self._step, self.tensors), compiled=compiled)
+            return Replay(*masks, (self._step, self.tensors), compiled=compiled)
         share = ranks.share(self.config.batch_size) / self.config.batch_size
         length = sum(self.tensors[group].numel() for group in self.learned) + 1
         bucket = self.tensors["bucket"] = torch.zeros(length, device=self.cache.device)
@@ -165,7 +170,7 @@ class ReconstructionStep:
         def together(t: Tensors) -> None:
             self._learn(t, t["bucket"])
 
-        before = Replay(draw, (own_part, self.tensors), compiled=compiled)
+        before = Replay(*masks, (own_part, self.tensors), compiled=compiled)
         after = Replay((together, self.tensors), compiled=compiled)
 
         def run() -> None:
@@ -176,7 +181,7 @@ class ReconstructionStep:
         return run
 
     def _draw(self, t: Tensors) -> None:
-        """The bits of all masks of this iteration."""
+        """The bits of all masks of this iteration, packed."""
         key = mixed(t["seed"] + t["iteration"] * GOLDEN)
         t["words"].copy_(random_words(t["words"].numel(), self.config.drop_probability, key))
 
@@ -193,12 +198,12 @@ class ReconstructionStep:
         """Gradients of the joined roundings and scales, and the loss without the rounding penalty, end to end."""
         raw, quantized, targets, weights = self._batch(t, part)
         positions = self._positions(t, part)
-        words = iter(t["words"].split(self.mask_words))
-        inputs = [chosen(mask_of(r, w, positions), r, q) for r, q, w in zip(raw, quantized, words, strict=False)]
+        bits = iter(t["bits"].split(self.mask_bits))
+        inputs = [chosen(mask_of(r, b, positions), r, q) for r, q, b in zip(raw, quantized, bits, strict=False)]
         learned = self._learned_parts(t)
         state = _part(t, "unit.") | learned
         target = flat(targets)
-        with torch.enable_grad(), self._dropping(words, positions):
+        with torch.enable_grad(), self._dropping(bits, positions):
             with self._lower_precision():
                 outputs = self.unit.with_tensors(state, inputs)
             deltas = flat(outputs) - target
@@ -251,10 +256,10 @@ class ReconstructionStep:
         return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     @contextmanager
-    def _dropping(self, words: Iterable[Tensor], positions: Tensor | None) -> Iterator[None]:
+    def _dropping(self, bits: Iterable[Tensor], positions: Tensor | None) -> Iterator[None]:
         """QDrop inside the unit, for the length of a step."""
         if self.config.drop_probability > 0:
-            for quantizer, own in zip(self.quantizers.values(), words, strict=True):
+            for quantizer, own in zip(self.quantizers.values(), bits, strict=True):
                 quantizer.dropping = own, positions
         try:
             yield
@@ -290,6 +295,10 @@ class ReconstructionStep:
             quantizer.scale = learned[f"{name}scale"].detach()
         for name, layer in self.layers.items():
             layer.weight_quantizer.rounding = learned[f"{name}weight_quantizer.rounding"].detach()
+
+
+def _unpack(t: Tensors) -> None:
+    t["bits"].copy_(unpacked(t["words"]))
 
 
 def _adam(t: Tensors, group: str, gradient: Tensor, rate: Tensor) -> None:
