@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fimaq.models import products
-from fimaq.models.products import are_probabilities, written_out_attention
+from fimaq.models.products import are_probabilities, open_module, written_out_attention
 from fimaq.quant.layers import QuantMatMul
-from fimaq.quant.masks import mask_key
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -69,9 +69,9 @@ def test_the_second_product_sees_probabilities():
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
 def test_spare_tokens_change_neither_what_is_learned_nor_its_gradients(arguments, monkeypatch):
     """On a GPU, rows of attention are filled up to whole vectors. QDrop's masks must stay the ones of a CPU."""
-    monkeypatch.setattr(products, "_spare_tokens", lambda query, key: 0)
+    monkeypatch.setattr(products, "spare_tokens", lambda key: 0)
     plain = _learned(arguments)
-    monkeypatch.setattr(products, "_spare_tokens", lambda query, key: 1)
+    monkeypatch.setattr(products, "spare_tokens", lambda key: 1)
     for without, with_spare in zip(plain, _learned(arguments), strict=True):
         torch.testing.assert_close(with_spare, without, rtol=1e-12, atol=1e-12)
 
@@ -87,7 +87,8 @@ def _learned(arguments):
         for side, quantizer in enumerate((product.left_quantizer, product.right_quantizer)):
             scale = torch.full((), 0.2, dtype=torch.float64, requires_grad=True)
             quantizer.scale, quantizer.zero_point = scale, torch.full((), 2.0 + side, dtype=torch.float64)
-            quantizer.dropping = (0.5, mask_key(torch.tensor(7, dtype=torch.int32), 2 * number + side), None)
+            generator = torch.Generator().manual_seed(2 * number + side)
+            quantizer.dropping = (torch.rand(1000, generator=generator) < 0.5, None)
             scales.append(scale)
 
     def first(left, right, spare=0):
@@ -95,6 +96,71 @@ def _learned(arguments):
 
     out = written_out_attention((first, pair[1]), *operands, **arguments)
     return [out, *torch.autograd.grad(out.square().sum(), [*operands, *scales])]
+
+
+class Attention(nn.Module):
+    """Softmax attention as timm's Swin has it: written out, or fused if it is told so."""
+
+    fused_attn = False
+
+    def forward(self, query, key, value, bias):
+        if self.fused_attn:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        scores = (query / query.size(-1) ** 0.5) @ key.transpose(-2, -1) + bias
+        return scores.softmax(-1) @ value
+
+
+def opened(rescales_rows: bool) -> nn.Module:
+    """With coarse ranges, its quantizers on."""
+    module = Attention()
+    open_module(module, 2, 3)
+    for product in module.products:
+        product.quantized = True
+        product.left_quantizer.set_range(torch.tensor(0.3).double(), torch.tensor(2.0).double())
+        product.right_quantizer.set_range(torch.tensor(0.4).double(), torch.tensor(3.0).double())
+    module.products[1].left_quantizer.set_range(torch.tensor(1 / 7).double(), torch.tensor(0.0).double())
+    module.products[1].rescales_rows = rescales_rows
+    return module
+
+
+@pytest.mark.parametrize("rescales_rows", [False, True])
+def test_while_a_gpu_learns_attention_that_could_be_fused_is(rescales_rows, monkeypatch):
+    module, bias = opened(rescales_rows), _normal(1, 6, 5, 7)
+    results = []
+    for on_gpu in (False, True):
+        monkeypatch.setattr(products, "_learns_on_gpu", lambda args, on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr(products, "spare_tokens", lambda key, on_gpu=on_gpu: int(on_gpu))
+        operands = [t.clone().requires_grad_() for t in (QUERY, KEY, VALUE)]
+        out = module(*operands, bias)
+        results.append([out, *torch.autograd.grad(out.square().sum(), operands)])
+        assert not module.fused_attn
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_rescaled_attention_learns_by_the_gradient_of_what_it_computes():
+    """Exponentials rounded straight through, a product, a division by their sums: all else is autograd's own."""
+    module, bias = opened(rescales_rows=True), _normal(1, 6, 5, 7)
+    operands = [t.clone().requires_grad_() for t in (QUERY, KEY, VALUE)]
+    query, key, value = operands
+    first, second = module.products
+
+    def rounded(quantizer, x):
+        exact = torch.no_grad()(quantizer)(x)
+        steps = x.detach() / quantizer.scale
+        inside = (steps.round() >= -quantizer.zero_point) & (steps.round() <= 7 - quantizer.zero_point)
+        return torch.where(inside, x, x.detach()) + (exact - x).detach()
+
+    scores = rounded(first.left_quantizer, query / 8**0.5) @ rounded(first.right_quantizer, key).mT + bias
+    powers = (scores - scores.detach().amax(-1, keepdim=True)).exp()
+    expected = (
+        rounded(second.left_quantizer, powers)
+        @ rounded(second.right_quantizer, value)
+        / powers.sum(-1, keepdim=True)
+    )
+    found = module(*operands, bias)
+    torch.testing.assert_close(found, expected)
+    sent = _normal(*found.shape)
+    torch.testing.assert_close(*(torch.autograd.grad(out, operands, sent) for out in (found, expected)))
 
 
 def test_the_output_of_a_softmax_is_recognised():

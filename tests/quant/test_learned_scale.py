@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from fimaq.quant.fake import dequantize, fake_quantize, learned_fake_quantize, quantize
-from fimaq.quant.masks import random_mask
 from fimaq.quant.quantizers import ActivationQuantizer
 
 SHAPE = (2, 3, 5, 4)
@@ -54,6 +53,17 @@ def test_output_and_gradients_are_those_of_straight_through(scale_shape, levels,
     torch.testing.assert_close(found[1], reference[1])
 
 
+@pytest.mark.parametrize("row", [511, 512, 768, 1000, 1024])
+def test_the_gradient_of_a_scale_is_the_sum_over_rows_of_any_length(row):
+    x, grad = torch.randn(3, row, dtype=torch.float64), torch.randn(3, row, dtype=torch.float64)
+    scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    found, expected = (
+        torch.autograd.grad(quantized(x, scale, torch.tensor(7.0), 15), scale, grad)
+        for quantized in (learned_fake_quantize, _straight_through)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("scale_shape", [(), (3, 1, 1)])
 def test_no_gradient_is_needed_for_x(scale_shape):
     x, scale, zero_point = _example(scale_shape, 15)
@@ -99,7 +109,7 @@ def test_values_in_range_move_at_most_half_a_step():
 def test_a_quantizer_drops_only_while_gradients_are_taken():
     quantizer = ActivationQuantizer(4)
     quantizer.set_range(torch.tensor(0.5), torch.tensor(8.0))
-    quantizer.dropping = (0.5, torch.tensor(1, dtype=torch.int32))
+    quantizer.dropping = (torch.rand(1000) < 0.5, None)
     x = torch.randn(40, 25)
     expected = fake_quantize(x, quantizer.scale, quantizer.zero_point, 15)
     assert torch.equal(torch.no_grad()(quantizer)(x), expected)
@@ -108,12 +118,12 @@ def test_a_quantizer_drops_only_while_gradients_are_taken():
     assert ((kept == x) | torch.isclose(kept, expected)).all()
 
 
-def test_a_quantizer_drops_what_the_mask_of_its_key_says():
+def test_a_quantizer_drops_what_its_bits_say():
     quantizer = ActivationQuantizer(4)
     quantizer.set_range(torch.tensor(0.5), torch.tensor(8.0))
-    key, x = torch.tensor(1, dtype=torch.int32), torch.randn(40, 25)
-    quantizer.dropping = (0.25, key)
-    assert torch.equal(quantizer(x) == x, random_mask(x, 0.25, key))
+    bits, x = torch.rand(1024) < 0.25, torch.randn(40, 25)
+    quantizer.dropping = (bits, None)
+    assert torch.equal(quantizer(x) == x, bits[:1000].view(40, 25))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fimaq.quant.masks import _octets_by_element, _octets_by_word, mask_key, mixed, random_mask
+from fimaq.quant.masks import WORD, mask_of, mixed, random_words, unpacked, words_for
 
 
 def seed(number: int) -> Tensor:
@@ -16,37 +16,48 @@ COUNT = 100_000
 """Values in a mask whose statistics are looked at: the correlation of two independent ones is 0.003 or so."""
 
 
+def bits(count: int, probability: float = 0.5, key: Tensor = KEY) -> Tensor:
+    """At least `count` random bits, boolean."""
+    return unpacked(random_words(words_for(count), probability, key)).view(torch.bool)
+
+
 def signs(key: Tensor) -> Tensor:
     """A mask of even odds as -1 and 1: the mean of a product of two is their correlation."""
-    return 2 * random_mask(torch.zeros(COUNT), 0.5, key).double() - 1
+    return 2 * bits(COUNT, key=key)[:COUNT].double() - 1
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (9,), (3, 5, 7), (2, 3, 4, 0)])
 def test_a_mask_has_the_shape_of_its_tensor(shape):
-    mask = random_mask(torch.zeros(shape), 0.5, KEY)
+    mask = mask_of(torch.zeros(shape), bits(128))
     assert mask.shape == shape
     assert mask.dtype == torch.bool
 
 
-@pytest.mark.parametrize("probability", [0.1, 0.25, 0.5, 0.9])
-def test_a_mask_is_true_as_often_as_asked(probability):
-    mask = random_mask(torch.zeros(333, 301), probability, KEY)
-    assert mask.double().mean().item() == pytest.approx(probability, abs=0.008)
+@pytest.mark.parametrize(("count", "words"), [(0, 0), (1, 1), (31, 1), (32, 1), (33, 2), (1000, 32)])
+def test_there_are_words_enough_and_no_more(count, words):
+    assert words_for(count) == words
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.25, 1 / 3, 0.5, 0.9, 255 / 256])
+def test_bits_are_set_as_often_as_asked(probability):
+    assert bits(COUNT, probability).double().mean().item() == pytest.approx(probability, abs=0.008)
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])
 def test_a_probability_of_zero_or_one_holds_for_every_value(probability):
-    assert (random_mask(torch.zeros(COUNT), probability, KEY) == bool(probability)).all()
+    assert (bits(COUNT, probability) == bool(probability)).all()
 
 
-def test_neighbours_in_a_mask_are_independent():
-    mask = signs(KEY)
-    for distance in range(1, 10):
-        correlation = (mask[distance:] * mask[:-distance]).mean()
+@pytest.mark.parametrize("probability", [0.25, 0.5])
+def test_neighbours_in_a_mask_are_independent(probability):
+    mask = bits(COUNT, probability).double() - probability
+    spread = probability * (1 - probability)
+    for distance in (*range(1, 10), 31, 32, 33, 64):
+        correlation = (mask[distance:] * mask[:-distance]).mean() / spread
         assert abs(correlation) < 0.02, f"at distance {distance}"
 
 
-@pytest.mark.parametrize("column", [1, 3, 64, 192, 197])
+@pytest.mark.parametrize("column", [1, 3, 32, 64, 192, 197])
 def test_the_rows_of_a_mask_are_independent(column):
     """As many true values in each column as chance would give: nothing repeats with the width of a tensor."""
     rows = signs(KEY)[: COUNT // column * column].view(-1, column)
@@ -55,50 +66,36 @@ def test_the_rows_of_a_mask_are_independent(column):
 
 
 SEEDS = {
-    "consecutive seeds": [mask_key(seed(n), 0) for n in range(8)],
-    "seeds either side of zero": [mask_key(seed(n), 3) for n in (-2, -1, 0, 1)],
-    "consecutive numbers": [mask_key(seed(77), n) for n in range(-4, 4)],
-    "seed and number in turn": [mask_key(seed(n), -n) for n in range(8)],
+    "consecutive seeds": [seed(n) for n in range(8)],
+    "seeds either side of zero": [seed(n) for n in (-2, -1, 0, 1)],
+    "mixed seeds": [mixed(seed(n)) for n in range(8)],
 }
 
 
 @pytest.mark.parametrize("keys", SEEDS.values(), ids=SEEDS)
 def test_masks_of_different_keys_are_independent(keys):
-    masks = torch.stack([signs(key) for key in keys])
-    for shift in (0, 1, 4):  # a mask must not be its neighbour's, moved along, either
+    masks = torch.stack([signs(mixed(key)) for key in keys])
+    for shift in (0, 1, 4, 32):  # a mask must not be its neighbour's, moved along, either
         correlations = masks[:, shift:] @ masks[:, : COUNT - shift].T / COUNT
         others = correlations[~torch.eye(len(keys), dtype=torch.bool)]
         assert others.abs().max() < 0.02, f"moved by {shift}"
 
 
-def test_the_same_key_gives_the_same_mask():
-    first, again = (random_mask(torch.zeros(99), 0.5, mask_key(seed(3), 1)) for _ in range(2))
+def test_the_same_key_gives_the_same_words():
+    first, again = (random_words(99, 0.3, KEY) for _ in range(2))
     assert torch.equal(first, again)
 
 
-def test_a_mask_needs_no_random_generator():
+def test_words_need_no_random_generator():
     state = torch.get_rng_state()
-    random_mask(torch.zeros(99), 0.5, mask_key(seed(3), 1))
+    random_words(99, 0.3, KEY)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("number", [0, 1, -1, 10**6, -(10**6), 2**31])
-def test_every_number_has_a_key_that_is_a_word(number):
-    assert mask_key(seed(5), number).dtype == torch.int32
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 1001])
-@pytest.mark.parametrize("key", [0, 1, -1, 2**31 - 1, -(2**31), 123_456_789])
-def test_both_ways_to_make_octets_give_the_same_numbers(count, key):
-    by_word, by_element = (make(count, seed(key)) for make in (_octets_by_word, _octets_by_element))
-    assert torch.equal(by_word, by_element)
-    assert by_word.shape == (count,)
-
-
-def test_octets_take_every_value_alike():
-    counts = torch.bincount(_octets_by_element(256 * 1000, KEY), minlength=256)
-    assert len(counts) == 256
-    assert ((counts - 1000).abs() < 5 * 1000**0.5).all()
+def test_unpacked_words_are_their_bits_lowest_first():
+    words = [0, 1, -1, 2**31 - 1, -(2**31), 123_456_789]
+    found = unpacked(torch.tensor(words, dtype=torch.int32)).view(torch.bool)
+    assert found.tolist() == [bool(word >> bit & 1) for word in words for bit in range(WORD)]
 
 
 @pytest.mark.parametrize("start", [-(2**31), -(2**17), 0, 2**31 - 2**18])
@@ -129,11 +126,24 @@ def test_mixing_is_the_known_finaliser():
 
 
 @pytest.mark.parametrize("shape", [(8, 6, 4), (8, 3, 7), (8, 5), (16, 3, 3)])
-@pytest.mark.parametrize("octets", [_octets_by_element, _octets_by_word])
-def test_rows_of_a_batch_get_the_masks_they_have_in_the_whole_batch(shape, octets, monkeypatch):
+def test_rows_of_a_batch_get_the_masks_they_have_in_the_whole_batch(shape):
     """Two rows for an image in the last shape, as windows are."""
-    monkeypatch.setattr("fimaq.quant.masks._octets_by_word", octets)
-    whole = random_mask(torch.zeros(shape), 0.5, KEY).unflatten(0, (8, -1))
+    drawn = bits(torch.Size(shape).numel())
+    whole = mask_of(torch.zeros(shape), drawn).unflatten(0, (8, -1))
     positions = torch.tensor([6, 0, 3], dtype=torch.int32)
-    few = random_mask(torch.zeros(3 * shape[0] // 8, *shape[1:]), 0.5, KEY, positions).unflatten(0, (3, -1))
+    few = mask_of(torch.zeros(3 * shape[0] // 8, *shape[1:]), drawn, positions).unflatten(0, (3, -1))
     assert torch.equal(few, whole[[6, 0, 3]])
+
+
+def test_what_does_not_belong_to_rows_of_the_batch_gets_the_same_mask_in_each_part():
+    table, drawn = torch.zeros(7, 5), bits(35)
+    positions = torch.tensor([6, 0, 3], dtype=torch.int32)
+    assert torch.equal(mask_of(table, drawn, positions), mask_of(table, drawn))
+
+
+@pytest.mark.parametrize("positions", [None, torch.tensor([1, 0], dtype=torch.int32)], ids=["whole", "rows"])
+def test_the_mask_of_a_transpose_lies_in_memory_as_it_does(positions):
+    matrices, drawn = torch.zeros(2, 3, 5, 4), bits(120)
+    mask = mask_of(matrices.mT, drawn, positions)
+    assert torch.equal(mask, mask_of(matrices, drawn, positions).mT)
+    assert mask.stride() == matrices.mT.stride()

@@ -167,7 +167,7 @@ def test_a_replay_without_a_compiler_is_the_function_itself(monkeypatch: pytest.
     monkeypatch.setattr(compiled, "_compile", stumble)
     tensors = {"x": torch.zeros(3)}
     with pytest.warns(UserWarning, match="uncompiled"):
-        replay = Replay(adding(torch.ones(3)), tensors, compiled=True)
+        replay = Replay((adding(torch.ones(3)), tensors), compiled=True)
     for _ in range(6):
         replay()
     assert tensors["x"].tolist() == [6, 6, 6]
@@ -188,11 +188,12 @@ def test_recorded_functions_pass_through_on_a_cpu() -> None:
 @pytest.mark.slow
 def test_a_compiled_step_learns_what_the_step_itself_learns() -> None:
     eager, fused = (begun(linear_step(warmup=0.0)) for _ in range(2))
-    function = compile_function(fused._step, fused.tensors)
-    assert function is not None
+    replay = fused._replay = fused._prepared(compiled=True)
+    assert isinstance(replay, Replay)
+    assert all(compiled is not None for _, _, compiled in replay.parts)
     for _ in range(3):
         eager()
-        function(*fused.tensors.values())
+        fused()
         torch.testing.assert_close(fused.tensors, eager.tensors, rtol=1e-4, atol=1e-6)
     assert fused.tensors["iteration"] == 5
 

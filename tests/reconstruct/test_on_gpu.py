@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fimaq
 from fimaq.device import numerics
-from fimaq.quant.masks import mask_key, random_mask
+from fimaq.quant.masks import random_words, unpacked
 from fimaq.reconstruct.compiled import WARM_UP, Recorded
 from fimaq.reconstruct.prefetch import Prefetch
 
@@ -92,11 +92,11 @@ def test_rows_are_fetched_while_the_batch_before_is_in_use() -> None:
     prefetch.close()
 
 
-def test_a_mask_on_a_gpu_is_the_one_on_a_cpu() -> None:
+def test_masks_on_a_gpu_are_those_on_a_cpu() -> None:
     masks = []
     for device in ("cpu", "cuda"):
-        key = mask_key(torch.tensor(-5, dtype=torch.int32, device=device), 3)
-        masks.append(random_mask(torch.zeros(37, 101, device=device), 0.3, key).cpu())
+        key = torch.tensor(-5, dtype=torch.int32, device=device)
+        masks.append(unpacked(random_words(117, 0.3, key)).cpu())
     assert torch.equal(*masks)
 
 

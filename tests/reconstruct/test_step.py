@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -178,18 +179,35 @@ def test_dropping_is_over_after_a_step() -> None:
 
 def test_every_quantizer_drops_by_a_mask_of_its_own_and_another_in_each_step() -> None:
     step = demo_step(drop_probability=0.5)
-    keys: list[int] = []
+    masks: list[Tensor] = []
     dropping = step._dropping
 
-    def recorded(*given: Any) -> Any:
-        with dropping(*given):
-            keys.extend(int(q.dropping[1]) for q in step.quantizers.values() if q.dropping)
-        return dropping(*given)
+    def recorded(bits: Any, positions: Any) -> Any:
+        given = list(bits)
+        with dropping(given, positions):
+            masks.extend(q.dropping[0][:4096].clone() for q in step.quantizers.values() if q.dropping)
+        return dropping(given, positions)
 
     step._dropping = recorded  # type: ignore[method-assign]
     run(step, 3)
-    assert len(keys) == 3 * 8
-    assert len(set(keys)) == len(keys)
+    assert len(masks) == 3 * 8
+    equal = torch.stack([(one == other).double().mean() for one, other in combinations(masks, 2)])
+    assert (equal - 0.5).abs().max() < 0.05
+
+
+def test_masks_have_bits_for_every_element_and_no_more() -> None:
+    step = demo_step(drop_probability=0.5)
+    read: dict[str, int] = {}
+    for name, quantizer in step.quantizers.items():
+
+        def note(module: Any, given: Any, name: str = name) -> None:
+            read[name] = given[0].numel()
+
+        quantizer.register_forward_pre_hook(note)
+    run(step, 1)
+    inputs, *own = step.mask_bits
+    assert 0 <= inputs - step.config.batch_size * step.cache.rows("raw inputs", 0, 1)[0].numel() < 32
+    assert all(0 <= bits - read[name] < 32 for bits, name in zip(own, step.quantizers, strict=True))
 
 
 def test_the_unit_sees_what_is_learned_while_it_is_learned() -> None:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fimaq.quant.masks import chosen
 
+LONG_ROW, PIECE = 512, 256
+"""Elements of a row beyond which, and pieces in which, a gradient is summed up."""
+
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
     """The integers (as floats in [0, levels]) that stand for x. Same shape as x."""
@@ -58,9 +61,13 @@ def _backward(
 def _sum_to(scale: Tensor, of_elements: Tensor) -> Tensor:
     """The sums (shaped like `scale`) of what each element says of the scale that it has.
 
-    Rows first: the kernel that computes the elements can sum up each row, and they need not be stored.
+    Rows first, and long ones in pieces: the kernel that computes the elements can sum up each in registers, and
+    they need not be stored.
     """
     if of_elements.dim() > 0 and (scale.dim() == 0 or scale.size(-1) == 1):
+        row = of_elements.size(-1)
+        if row > LONG_ROW and row % PIECE == 0:
+            of_elements = of_elements.unflatten(-1, (-1, PIECE)).sum(-1, dtype=scale.dtype)
         of_elements = of_elements.sum(-1, keepdim=True, dtype=scale.dtype)
     return of_elements.sum_to_size(scale.shape)
 

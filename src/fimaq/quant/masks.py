@@ -1,7 +1,7 @@
 """Random masks for QDrop from a counter: the same key gives the same masks on every device, compiled or not.
 
 A hash of (key, position) takes the place of a generator. It keeps no state that a recorded CUDA graph would have
-to advance. All bits that a step needs are drawn at once, 32 with one hash, and then laid out one byte each: what
+to advance. All bits that a step needs are drawn at once, 32 with one hash, and laid out as one byte each: what
 reads a mask, in the forward pass and again in the backward pass, loads a byte per element and need not hash.
 """
 
@@ -47,13 +47,13 @@ def random_words(count: int, probability: float, key: Tensor) -> Tensor:
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """The bits of words, lowest first: (n,) -> (32 n,) boolean. On a CPU octet by octet, which moves least."""
-    if not words.is_cuda:
-        octets = words.view(torch.uint8)
-        shifts = torch.arange(8, dtype=torch.uint8)
-        return ((octets[:, None] >> shifts) & 1).view(torch.bool).flatten()
-    shifts = torch.arange(WORD, dtype=torch.int32, device=words.device)
-    return ((words[:, None] >> shifts) & 1).bool().flatten()
+    """The bits of words, lowest first, one byte each: (n,) -> (8 n,) int32, whose bytes are 0 or 1.
+
+    Four bits become four bytes by one product: its terms put bit j at 8 j, and others where they are cut off.
+    """
+    shifts = torch.arange(0, WORD, 4, dtype=torch.int32, device=words.device)
+    nibbles = (words[:, None] >> shifts) & 0b1111
+    return (nibbles * (1 + 2**7 + 2**14 + 2**21) & 0x01010101).flatten()
 
 
 def mask_of(like: Tensor, bits: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -156,7 +156,7 @@ class ReconstructionStep:
         ranks = self.cache.ranks
         masks = [
             (self._draw, {name: self.tensors[name] for name in ("words", "seed", "iteration")}),
-            (_unpack, {name: self.tensors[name] for name in ("words", "bits")}),
+            (_unpack, {"words": self.tensors["words"], "bytes": self.tensors["bits"].view(torch.int32)}),
         ]
         if not isinstance(ranks, Together):
             return Replay(*masks, (self._step, self.tensors), compiled=compiled)
@@ -298,7 +298,7 @@ class ReconstructionStep:
 
 
 def _unpack(t: Tensors) -> None:
-    t["bits"].copy_(unpacked(t["words"]))
+    t["bytes"].copy_(unpacked(t["words"]))
 
 
 def _adam(t: Tensors, group: str, gradient: Tensor, rate: Tensor) -> None:
