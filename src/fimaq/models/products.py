@@ -153,6 +153,10 @@ def _has_parameter(args: tuple[Any, ...]) -> bool:
     return any(isinstance(a, nn.Parameter) for a in args)
 
 
+def _learns_on_gpu(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.is_cuda for a in args)
+
+
 class OpenedModule(nn.Module):
     """Mixed into the class of a module whose products are quantized (see `open_module`).
 
@@ -166,8 +170,11 @@ class OpenedModule(nn.Module):
         if not self.watched and not any(product.quantized for product in self.products):
             return super().forward(*args, **kwargs)
         mode = _ProductMode(self)
-        with mode, _fused(self, _learns_on_gpu(args)):
-            result = super().forward(*args, **kwargs)
+        if _learns_on_gpu(args) and getattr(self, "fused_attn", None) is False:
+            result = self._run_fused(mode, *args, **kwargs)
+        else:
+            with mode:
+                result = super().forward(*args, **kwargs)
         if mode.count != len(self.products):
             kind = type(self).__name__.removeprefix("Opened")
             raise InputError(
@@ -176,22 +183,14 @@ class OpenedModule(nn.Module):
             )
         return result
 
-
-def _learns_on_gpu(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.is_cuda for a in args)
-
-
-@contextmanager
-def _fused(module: nn.Module, wanted: bool) -> Iterator[None]:
-    """timm's Swin multiplies by itself unless told to call the fused attention, whose rows can be aligned."""
-    asked = wanted and getattr(module, "fused_attn", None) is False
-    if asked:
-        module.fused_attn = True  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if asked:
-            module.fused_attn = False  # type: ignore[assignment]
+    def _run_fused(self, mode: _ProductMode, *args: Any, **kwargs: Any) -> Any:
+        """timm's Swin multiplies by itself unless told to call the fused attention, whose rows can be aligned."""
+        self.fused_attn = True
+        try:
+            with mode:
+                return super().forward(*args, **kwargs)
+        finally:
+            self.fused_attn = False
 
 
 def open_module(module: nn.Module, count: int, bits: int) -> None:
