@@ -137,8 +137,8 @@ def test_while_a_gpu_learns_attention_that_could_be_fused_is(rescales_rows, monk
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def test_rescaled_attention_learns_by_the_gradient_of_what_it_computes():
-    """Exponentials rounded straight through, a product, a division by their sums: all else is autograd's own."""
+def test_rescaled_attention_learns_as_if_rows_of_a_softmax_were_divided_by_constants():
+    """Divided by their largest elements, rounded straight through, multiplied: all else is autograd's own."""
     module, bias = opened(rescales_rows=True), _normal(1, 6, 5, 7)
     operands = [t.clone().requires_grad_() for t in (QUERY, KEY, VALUE)]
     query, key, value = operands
@@ -151,16 +151,21 @@ def test_rescaled_attention_learns_by_the_gradient_of_what_it_computes():
         return torch.where(inside, x, x.detach()) + (exact - x).detach()
 
     scores = rounded(first.left_quantizer, query / 8**0.5) @ rounded(first.right_quantizer, key).mT + bias
-    powers = (scores - scores.detach().amax(-1, keepdim=True)).exp()
-    expected = (
-        rounded(second.left_quantizer, powers)
-        @ rounded(second.right_quantizer, value)
-        / powers.sum(-1, keepdim=True)
-    )
+    weights = scores.softmax(-1)
+    largest = weights.detach().amax(-1, keepdim=True)
+    expected = rounded(second.left_quantizer, weights / largest) @ rounded(second.right_quantizer, value) * largest
     found = module(*operands, bias)
     torch.testing.assert_close(found, expected)
     sent = _normal(*found.shape)
     torch.testing.assert_close(*(torch.autograd.grad(out, operands, sent) for out in (found, expected)))
+
+
+def test_no_gradient_of_quantized_attention_moves_all_scores_of_a_row():
+    module, bias = opened(rescales_rows=True), _normal(2, 6, 5, 7).requires_grad_()
+    out = module(QUERY.clone().requires_grad_(), KEY, VALUE, bias)
+    (gradient,) = torch.autograd.grad(out, bias, _normal(*out.shape))
+    assert gradient.abs().max() > 0.1
+    assert gradient.sum(-1).abs().max() < 1e-12
 
 
 def test_the_output_of_a_softmax_is_recognised():

@@ -78,14 +78,27 @@ def _with_spare(attn_mask: Tensor | None, tokens: int, spare: int, scores: Tenso
     return F.pad(attn_mask.expand(*attn_mask.shape[:-1], tokens), (0, spare), value=-math.inf)
 
 
-def powers_and_sums(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (..., n, k) -> exp(score - largest of the row), and its sums (..., n, 1).
+class PowersAndSums(torch.autograd.Function):
+    """Scores (..., n, k) -> exp(score - largest of the row) and its sums (..., n, 1): their quotient is the softmax.
 
-    Their quotient is the softmax.
+    Gradients are those of the softmax times its sums, which count as constant: what scales a row of a quantized
+    softmax must not learn, or adding a constant to all scores of a row would seem to change something.
     """
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    powers = torch.exp(wide - wide.detach().amax(-1, keepdim=True))
-    return powers, powers.sum(-1, keepdim=True)
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        powers = torch.exp(wide - wide.amax(-1, keepdim=True))
+        sums = powers.sum(-1, keepdim=True)
+        ctx.save_for_backward(powers, sums)
+        ctx.mark_non_differentiable(sums)
+        return powers, sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        powers, sums = ctx.saved_tensors
+        weighted = grads[0] * powers
+        return weighted - powers * (weighted.sum(-1, keepdim=True) / sums)
 
 
 class _ProductMode(TorchFunctionMode):
@@ -109,7 +122,7 @@ class _ProductMode(TorchFunctionMode):
         learns = scores.requires_grad
         if not isinstance(reads_it, QuantMatMul) or not reads_it.wants_exponentials(learns):
             return _softmax(scores)
-        powers, sums = powers_and_sums(scores) if learns else exponentials(scores)
+        powers, sums = PowersAndSums.apply(scores) if learns else exponentials(scores)
         self.softmax = powers / sums, powers, sums
         return self.softmax[0]
 
