@@ -15,7 +15,7 @@ from fimaq.predict.prediction import predict
 from fimaq.predict.sizes import Sizes, count_sizes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-EARLIER, TODAY = RESULTS / "speed-h200-2026-11-15-third.jsonl", RESULTS / "speed-h200-2026-11-17.jsonl"
+EARLIER, TODAY = RESULTS / "speed-h200-2026-11-15-third.jsonl", RESULTS / "speed-h200-2026-11-17-second.jsonl"
 """bf16 was measured again when steps became faster; what else a row says has not changed since."""
 TINY = {"img_size": 32, "patch_size": 16, "depth": 3, "embed_dim": 24, "num_heads": 2}
 GIBIBYTE = 2**30

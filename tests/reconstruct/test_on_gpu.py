@@ -27,8 +27,12 @@ def search_looks_at_as_much_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def losses(method: str, **settings: Any) -> list[float]:
-    """The first six losses of patch embedding and first block; from the fourth on a CUDA graph is replayed."""
-    config = configured(**{"method": method, "iters": 20, "precision": "fp32", **settings})
+    """The first six losses of patch embedding and first block; from the fourth on a CUDA graph is replayed.
+
+    With this seed nothing lies on the edge between two roundings: inputs that differ by 1e-7 change losses by less
+    than 1e-4, with the first seed by 1e-2.
+    """
+    config = configured(**{"method": method, "iters": 20, "precision": "fp32", "seed": 2, **settings})
     with numerics(config):
         reconstruction = walk(config)
         found = []

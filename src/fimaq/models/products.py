@@ -79,7 +79,7 @@ def _with_spare(attn_mask: Tensor | None, tokens: int, spare: int, scores: Tenso
 
 
 class PowersAndSums(torch.autograd.Function):
-    """Scores (..., n, k) -> exp(score - largest of the row) and its sums (..., n, 1): their quotient is the softmax.
+    """Scores (..., n, k) -> exp(score - largest of its row), and sums (..., n, 1). Their quotient is the softmax.
 
     Gradients are those of the softmax times its sums, which count as constant: what scales a row of a quantized
     softmax must not learn, or adding a constant to all scores of a row would seem to change something.
@@ -135,7 +135,7 @@ class _ProductMode(TorchFunctionMode):
         if func is _FUSED_ATTENTION:
             products = self._multiply, self._multiply
             return written_out_attention(products, *args, **{**kwargs, "softmax": self._softmax})
-        if func in _UNBINDS and args[0].requires_grad:
+        if func in _UNBINDS and args and args[0].requires_grad:
             return unbind(*args, **kwargs)
         if func in _SOFTMAXES and _is_over_last(*args, **kwargs):
             return self._softmax(args[0])

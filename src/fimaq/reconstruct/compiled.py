@@ -30,7 +30,7 @@ UNPADDED: dict[str, Any] = {"comprehensive_padding": False, "shape_padding": Fal
 """The compiler makes no tensor larger to align it: it cannot keep reductions of such rows in registers, and copies
 matrices to fill them up. Rows that need it are aligned already (`quant/aligned.py`)."""
 COMBINED: dict[str, Any] = {"combo_kernels": True}
-"""On a GPU, small kernels that do not wait for each other become one: 0.40 instead of 0.43 ms per step."""
+"""On a GPU, small kernels that do not wait for each other become one: 0.33 instead of 0.36 ms per step."""
 
 _compiled: dict[str, Compiled] = {}
 
