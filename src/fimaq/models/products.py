@@ -78,7 +78,7 @@ def _with_spare(attn_mask: Tensor | None, tokens: int, spare: int, scores: Tenso
     return F.pad(attn_mask.expand(*attn_mask.shape[:-1], tokens), (0, spare), value=-math.inf)
 
 
-class PowersAndSums(torch.autograd.Function):
+class _PowersAndSums(torch.autograd.Function):
     """Scores (..., n, k) -> exp(score - largest of its row), and sums (..., n, 1). Their quotient is the softmax.
 
     Gradients are those of the softmax times its sums, which count as constant: what scales a row of a quantized
@@ -122,7 +122,7 @@ class _ProductMode(TorchFunctionMode):
         learns = scores.requires_grad
         if not isinstance(reads_it, QuantMatMul) or not reads_it.wants_exponentials(learns):
             return _softmax(scores)
-        powers, sums = PowersAndSums.apply(scores) if learns else exponentials(scores)
+        powers, sums = _PowersAndSums.apply(scores) if learns else exponentials(scores)
         self.softmax = powers / sums, powers, sums
         return self.softmax[0]
 

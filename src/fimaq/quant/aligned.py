@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNED = 8
-"""Tokens in a row: 16 bytes of bf16."""
+"""Tokens are filled up to multiples of this: rows of 16 bytes in bf16."""
 
 
 def spare_tokens(key: Tensor) -> int:

@@ -198,7 +198,7 @@ class ReconstructionStep:
         """Gradients of the joined roundings and scales, and the loss without the rounding penalty, end to end."""
         raw, quantized, targets, weights = self._batch(t, part)
         positions = self._positions(t, part)
-        bits = iter(t["bits"].split(self.mask_bits))
+        bits = iter(t["bits"].split(self.mask_bits))  # the inputs take theirs, the rest is for the quantizers
         inputs = [chosen(mask_of(r, b, positions), r, q) for r, q, b in zip(raw, quantized, bits, strict=False)]
         learned = self._learned_parts(t)
         state = _part(t, "unit.") | learned
