@@ -124,3 +124,20 @@ def test_gradients_of_samples_in_one_batch_do_not_mix(point: Point) -> None:
     (together,) = kl_gradient(point.suffix, [torch.cat(stretched)], teachers, point.temperature)
     alone = [kl_gradient(point.suffix, [z], point.teacher, point.temperature)[0] for z in stretched]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-10, atol=1e-14)
+
+
+def test_gradients_of_a_suffix_in_half_precision_are_not_lost() -> None:
+    """Their size, 1e-9, is below the smallest number of float16: the same in double precision, to its digits."""
+    torch.manual_seed(0)
+    weights = [torch.randn(40, 30) / 6, torch.randn(30, 10) / 5]
+
+    def suffix_in(dtype: torch.dtype) -> Callable[[list[Tensor]], Tensor]:
+        return lambda outputs: torch.tanh(outputs[0].to(dtype) @ weights[0].to(dtype)) @ weights[1].to(dtype)
+
+    z, direction = torch.randn(2, 5, 40, dtype=torch.float64)
+    teacher = suffix_in(torch.float64)([z])
+    perturbed = [z + 0.3 * direction]
+    (expected,) = kl_gradient(suffix_in(torch.float64), perturbed, teacher, 3000.0)
+    (found,) = kl_gradient(suffix_in(torch.float16), [perturbed[0].float()], teacher, 3000.0)
+    assert 0 < expected.abs().max() < 6e-8
+    assert (found - expected).norm() < 0.01 * expected.norm()

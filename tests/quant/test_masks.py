@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fimaq.quant.masks import WORD, mask_of, mixed, random_words, unpacked, words_for
+from fimaq.quant.masks import WORD, mask_of, mask_size, mixed, random_words, unpacked, words_for
 
 
 def seed(number: int) -> Tensor:
@@ -26,7 +26,7 @@ def signs(key: Tensor) -> Tensor:
     return 2 * bits(COUNT, key=key)[:COUNT].double() - 1
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (8,), (9,), (3, 5, 7), (2, 3, 4, 0)])
+@pytest.mark.parametrize("shape", [(1,), (7,), (8,), (9,), (3, 5, 7), (2, 3, 4, 0)])
 def test_a_mask_has_the_shape_of_its_tensor(shape):
     mask = mask_of(torch.zeros(shape), bits(128))
     assert mask.shape == shape
@@ -128,7 +128,7 @@ def test_mixing_is_the_known_finaliser():
 @pytest.mark.parametrize("shape", [(8, 6, 4), (8, 3, 7), (8, 5), (16, 3, 3)])
 def test_rows_of_a_batch_get_the_masks_they_have_in_the_whole_batch(shape):
     """Two rows for an image in the last shape, as windows are."""
-    drawn = bits(torch.Size(shape).numel())
+    drawn = bits(mask_size(torch.zeros(shape)))
     whole = mask_of(torch.zeros(shape), drawn).unflatten(0, (8, -1))
     positions = torch.tensor([6, 0, 3], dtype=torch.int32)
     few = mask_of(torch.zeros(3 * shape[0] // 8, *shape[1:]), drawn, positions).unflatten(0, (3, -1))
@@ -136,14 +136,31 @@ def test_rows_of_a_batch_get_the_masks_they_have_in_the_whole_batch(shape):
 
 
 def test_what_does_not_belong_to_rows_of_the_batch_gets_the_same_mask_in_each_part():
-    table, drawn = torch.zeros(7, 5), bits(35)
+    table, drawn = torch.zeros(7, 5), bits(56)
     positions = torch.tensor([6, 0, 3], dtype=torch.int32)
     assert torch.equal(mask_of(table, drawn, positions), mask_of(table, drawn))
 
 
 @pytest.mark.parametrize("positions", [None, torch.tensor([1, 0], dtype=torch.int32)], ids=["whole", "rows"])
 def test_the_mask_of_a_transpose_lies_in_memory_as_it_does(positions):
-    matrices, drawn = torch.zeros(2, 3, 5, 4), bits(120)
+    matrices, drawn = torch.zeros(2, 3, 5, 8), bits(240)
     mask = mask_of(matrices.mT, drawn, positions)
     assert torch.equal(mask, mask_of(matrices, drawn, positions).mT)
     assert mask.stride() == matrices.mT.stride()
+
+
+def test_a_matrix_that_is_filled_up_has_the_mask_it_has_without():
+    """A GPU adds columns that nothing attends to; what it learns must be what a CPU learns."""
+    drawn = bits(2 * 3 * 5 * 16)
+    assert torch.equal(
+        mask_of(torch.zeros(2, 3, 5, 16), drawn)[..., :13], mask_of(torch.zeros(2, 3, 5, 13), drawn)
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 8), (4, 9), (2, 5, 3, 7)])
+def test_no_bit_serves_two_elements_and_all_fit_into_the_size(shape):
+    like = torch.zeros(shape)
+    for each in (like, like.mT):
+        places = mask_of(each, torch.arange(mask_size(each)))
+        assert places.shape == each.shape
+        assert len(places.unique()) == each.numel()

@@ -65,7 +65,7 @@ def _started(reconstruction: Reconstruction, index: int) -> ReconstructionStep:
     """Ranges searched, quantizers on, and mean squared error to be learned by."""
     unit, cache = reconstruction.chain.units[index], reconstruction.cache
     inputs, targets = cache.rows("raw inputs", 0, 16), cache.rows("outputs", 0, 16)
-    set_ranges(unit.module, lambda: unit(inputs), "deploy")
+    set_ranges(unit.module, lambda: unit(inputs), reconstruction.config.preset)
     set_quantized(unit.module, True)
     deltas = unit(inputs)[0].flatten(1) - targets[0].flatten(1)
     torch.manual_seed(0)

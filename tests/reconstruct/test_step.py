@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fimaq.config import Config
 from fimaq.quant.layers import activation_quantizers, quantized_layers
+from fimaq.quant.masks import mask_size
 from fimaq.reconstruct import algorithm
 from fimaq.reconstruct import step as step_module
-from fimaq.reconstruct.step import ORDERED, ReconstructionStep, _adam, _order
+from fimaq.reconstruct.step import ORDERED, ReconstructionStep, _adam, _order, _part
 
 
 @pytest.fixture(autouse=True)
@@ -175,20 +176,38 @@ def test_dropping_is_over_after_a_step() -> None:
     run(step, 1)
     assert len(step.quantizers) == 8
     assert all(quantizer.dropping is None for quantizer in step.quantizers.values())
+    assert all(q.leaf is None and not q.learns_by_rows for q in step.quantizers.values())
+
+
+@pytest.mark.parametrize("preset", ["deploy", "released"])
+def test_gradients_by_rows_add_up_to_those_of_the_scales(preset: str) -> None:
+    """Against autograd itself, with the scales as leaves."""
+    step = demo_step(drop_probability=0.0, preset=preset)
+    run(step, 1)
+    found = step._gradients(step.tensors)
+    raw, quantized, targets, _ = step._batch(step.tensors, slice(None))
+    learned = step._learned_parts(step.tensors)
+    assert torch.equal(raw[0], quantized[0])  # behind units that are not quantized, so that a mask changes nothing
+    with torch.enable_grad():
+        outputs = step.unit.with_tensors(_part(step.tensors, "unit.") | learned, raw)
+        loss = step.objective(outputs[0].flatten(1) - targets[0].flatten(1), targets[0])
+        expected = torch.autograd.grad(loss, [learned[name] for name in step.learned["scales"]])
+    start = step.tensors["roundings"].numel()
+    torch.testing.assert_close(found[start:-1], torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-6)
 
 
 def test_every_quantizer_drops_by_a_mask_of_its_own_and_another_in_each_step() -> None:
     step = demo_step(drop_probability=0.5)
     masks: list[Tensor] = []
-    dropping = step._dropping
+    learning = step._learning
 
     def recorded(bits: Any, positions: Any) -> Any:
         given = list(bits)
-        with dropping(given, positions):
+        with learning(given, positions):
             masks.extend(q.dropping[0][:4096].clone() for q in step.quantizers.values() if q.dropping)
-        return dropping(given, positions)
+        return learning(given, positions)
 
-    step._dropping = recorded  # type: ignore[method-assign]
+    step._learning = recorded  # type: ignore[method-assign]
     run(step, 3)
     assert len(masks) == 3 * 8
     equal = torch.stack([(one == other).double().mean() for one, other in combinations(masks, 2)])
@@ -201,7 +220,7 @@ def test_masks_have_bits_for_every_element_and_no_more() -> None:
     for name, quantizer in step.quantizers.items():
 
         def note(module: Any, given: Any, name: str = name) -> None:
-            read[name] = given[0].numel()
+            read[name] = mask_size(given[0])
 
         quantizer.register_forward_pre_hook(note)
     run(step, 1)
@@ -317,4 +336,4 @@ def test_parts_of_a_batch_add_up_to_the_whole(parts: int) -> None:
     whole, summed = (run(demo_step(parts=given, scale_lr=1e-2), 4) for given in (None, parts))
     assert not same(whole, run(demo_step(scale_lr=1e-2), 3))
     for one, other in zip(whole, summed, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)

@@ -42,7 +42,7 @@ def gradient_and_perturbation(
         quantized = unit(sample.inputs)
         delta = flat(quantized) - flat(sample.outputs)
     gradients = kl_gradient(lambda z: suffix(z, sample.carried), quantized, sample.teacher, temperature)
-    return flat(gradients).nan_to_num(0, 0, 0), delta
+    return flat(gradients), delta
 
 
 def collect_averages(
@@ -56,12 +56,13 @@ def collect_averages(
 
     `averages` chooses between means of signed values (the paper) and of absolute ones (the released code);
     `keep(start, gradients)` is handed every batch's gradients (n, a) where a method needs them one by one.
-    The average is over the samples of all `ranks`.
+    The average is over the samples of all `ranks`. What is not finite counts as zero.
     """
     sums: list[Tensor] = []
     count = 0
     for sample in samples:
         gradient, delta = evaluate(sample)
+        gradient = gradient.nan_to_num(0, 0, 0)
         if keep is not None:
             keep(sample.start, gradient)
         parts = [gradient, delta] if averages == "signed" else [gradient.abs(), delta.abs()]

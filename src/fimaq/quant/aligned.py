@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ALIGNED = 8
-"""Tokens are filled up to multiples of this: rows of 16 bytes in bf16."""
+from fimaq.quant.masks import ALIGNED
 
 
 def spare_tokens(key: Tensor) -> int:

@@ -193,7 +193,7 @@ class QuantMatMul(nn.Module):
         one, two = self.left_quantizer, self.right_quantizer
         scale_per_term = two.scale.dim() > 1 and two.scale.shape[-2] > 1
         if left.requires_grad or right.requires_grad or scale_per_term:
-            return filled_product(one(left, left.size(-1) - right.size(-2)), two(right), spare)
+            return filled_product(one(left), two(right), spare)
         exact = torch.promote_types(exact_type(left.shape[-1], one.levels, two.levels), left.dtype)
         sums = torch.matmul(one.steps(left).to(exact), two.steps(right).to(exact))
         return sums.to(left.dtype) * (one.scale * two.scale)

@@ -3,6 +3,7 @@
 A hash of (key, position) takes the place of a generator. It keeps no state that a recorded CUDA graph would have
 to advance. All bits that a step needs are drawn at once, 32 with one hash, and laid out as one byte each: what
 reads a mask, in the forward pass and again in the backward pass, loads a byte per element and need not hash.
+Rows of a mask are filled up to multiples of 8: where a GPU fills up what it masks (`aligned.py`), both lie alike.
 """
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 GOLDEN = 0x9E3779B9 - 2**32
 """2^32 divided by the golden ratio, as a signed integer: spreads consecutive numbers over all words."""
 WORD = 32
+ALIGNED = 8
+"""Rows, of masks and of what a GPU multiplies, are filled up to multiples of this: 16 bytes in bf16."""
 DIGITS = 8
 """Binary digits of a probability."""
 
@@ -56,20 +59,38 @@ def unpacked(words: Tensor) -> Tensor:
     return (nibbles * (1 + 2**7 + 2**14 + 2**21) & 0x01010101).flatten()
 
 
+def as_it_lies(like: Tensor) -> Tensor:
+    """`like`, or its transpose if that is how its matrices lie in memory."""
+    return like.mT if like.dim() > 2 and like.stride(-2) < like.stride(-1) else like
+
+
+def mask_size(like: Tensor) -> int:
+    """How many bits a mask of `like` takes, its rows filled up."""
+    like = as_it_lies(like)
+    return like.numel() // max(1, like.size(-1)) * _filled_up(like.size(-1))
+
+
 def mask_of(like: Tensor, bits: Tensor, positions: Tensor | None = None) -> Tensor:
-    """A boolean mask shaped like `like`, of random `bits`, of which there are at least as many as it has elements.
+    """A boolean mask shaped like `like`, of random `bits`, of which there are at least `mask_size`.
 
     `positions` (n,): where `like` holds n rows of a larger batch, first dimension first, which rows these are;
     they get the mask that they have there. A matrix that is the transpose of how it lies in memory gets a mask
     that lies like it.
     """
-    if like.dim() > 2 and like.stride(-2) < like.stride(-1):
-        return mask_of(like.mT, bits, positions).mT
+    lying = as_it_lies(like)
+    if lying is not like:
+        return mask_of(lying, bits, positions).mT
+    size, width = mask_size(like), _filled_up(like.size(-1))
     if positions is None or len(like) % len(positions):
-        return bits[: like.numel()].view(like.shape)
-    of_row = like.numel() // len(positions)
-    rows = bits[: len(bits) // of_row * of_row].view(-1, of_row)
-    return rows.index_select(0, positions).view(like.shape)
+        drawn = bits[:size]
+    else:
+        of_row = size // len(positions)
+        drawn = bits[: len(bits) // of_row * of_row].view(-1, of_row).index_select(0, positions)
+    return drawn.view(*like.shape[:-1], width)[..., : like.size(-1)]
+
+
+def _filled_up(columns: int) -> int:
+    return -(-columns // ALIGNED) * ALIGNED
 
 
 def chosen(mask: Tensor, where_true: Tensor, where_false: Tensor) -> Tensor:

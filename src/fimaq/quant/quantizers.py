@@ -1,12 +1,11 @@
 """The two quantizers: activations with a learned scale, weights with learned rounding (AdaRound)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fimaq.quant.fake import fake_quantize, learned_fake_quantize, quantize
 from fimaq.quant.integer import steps_of
-from fimaq.quant.masks import mask_of
+from fimaq.quant.masks import as_it_lies, mask_of
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1
 """AdaRound's rectified sigmoid is stretched beyond [0, 1] so that it reaches both ends at finite input."""
@@ -61,20 +60,33 @@ class ActivationQuantizer(Quantizer):
         super().__init__(bits)
         self.dropping: tuple[Tensor, Tensor | None] | None = None
         """While a step of reconstruction runs: what `mask_of` is told for QDrop's mask of this quantizer."""
+        self.leaf: Tensor | None = None
+        """While a step runs: `scale` once for each row of what was quantized, and so its gradient."""
+        self.learns_by_rows = False
 
-    def forward(self, x: Tensor, spare: int = 0) -> Tensor:
-        """`spare`: how many of the last columns of x only fill it up, and count for no mask."""
+    def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return fake_quantize(x, self.scale, self.zero_point, self.levels)
-        dropped = None
-        if self.dropping is not None:
-            dropped = mask_of(x[..., : x.size(-1) - spare] if spare else x, *self.dropping)
-            dropped = F.pad(dropped, (0, spare)) if spare else dropped
-        return learned_fake_quantize(x, self.scale, self.zero_point, self.highest, dropped)
+        dropped = None if self.dropping is None else mask_of(x, *self.dropping)
+        scale = self.scale
+        if self.learns_by_rows:
+            scale = self.leaf = for_each_row(scale.detach(), x).requires_grad_()
+        return learned_fake_quantize(x, scale, self.zero_point, self.highest, dropped)
 
     def steps(self, x: Tensor) -> Tensor:
         """The whole number of scales that quantized x is away from zero."""
         return steps_of(x, self.scale, self.zero_point, self.levels)
+
+
+def for_each_row(scale: Tensor, x: Tensor) -> Tensor:
+    """`scale` as a view with an element for each row of x, as x lies in memory; as it is if a row has several."""
+    lying = as_it_lies(x)
+    across = -1 if lying is x else -2
+    if scale.dim() >= -across and scale.size(across) > 1:
+        return scale
+    rows = list(x.shape)
+    rows[across] = 1
+    return scale.expand(torch.broadcast_shapes(scale.shape, rows))
 
 
 class WeightQuantizer(Quantizer):

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fimaq.calibrate.ranges import set_ranges
 from fimaq.calibrate.ties import avoid_ties
 from fimaq.config import FISHER_METHODS, Config
-from fimaq.fisher.collect import Sample, collect_averages, flat, gradient_and_perturbation
+from fimaq.fisher.collect import Sample, collect_averages, flat
 from fimaq.models.units import Unit, UnitChain
 from fimaq.quant.layers import activation_quantizers, quantized_layers, set_quantized
 from fimaq.reconstruct.cache import ActivationCache
-from fimaq.reconstruct.compiled import Recorded
+from fimaq.reconstruct.evaluation import Evaluation
 from fimaq.reconstruct.memory import affordable_sweep, looked_at
 from fimaq.reconstruct.objectives import (
     FisherLoss,
@@ -29,7 +27,6 @@ from fimaq.reconstruct.step import ReconstructionStep
 REPORTS = 25
 
 Report = Callable[[int, float], None]
-Evaluation = Callable[[Sample], tuple[Tensor, ...]]
 
 
 @dataclass
@@ -184,21 +181,8 @@ class Reconstruction:
         return flat(self.chain.units[index](self.cache.rows("quantized inputs", 0, stop))) - targets, targets
 
     def evaluation(self, index: int) -> Evaluation:
-        """KL gradients and perturbations of a sample; on a GPU recorded once for the unit and then replayed."""
-        unit, suffix = self.chain.units[index], partial(self.chain.suffix, index)
-
-        def on_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-            sample = Sample(0, *tree_unflatten(tensors, self._sample_spec))
-            return gradient_and_perturbation(unit, suffix, sample, self.config.temperature)
-
-        recorded = Recorded(on_tensors)
-
-        def evaluate(sample: Sample) -> tuple[Tensor, ...]:
-            parts = (sample.inputs, sample.outputs, sample.teacher, sample.carried)
-            tensors, self._sample_spec = tree_flatten(parts)
-            return recorded(*tensors)
-
-        return evaluate
+        half = self.config.precision == "bf16" and self.device.type == "cuda"
+        return Evaluation(self.chain, index, self.config.temperature, half)
 
     def refresh(self, index: int, objective: nn.Module, evaluate: Evaluation) -> None:
         """Collect one more averaged perturbation and KL gradient from the unit as it is now."""
@@ -206,9 +190,14 @@ class Reconstruction:
         one_by_one = isinstance(objective, SquaredGradient)
         limit = None if one_by_one else self.config.fisher_size
         keep = (lambda start, g: self.cache.write("gradients", start, [g])) if one_by_one else None
-        gradient, perturbation = collect_averages(
-            self._samples(index, limit), evaluate, self.config.averages, keep, self.ranks
-        )
+
+        def averages() -> tuple[Tensor, Tensor]:
+            return collect_averages(self._samples(index, limit), evaluate, self.config.averages, keep, self.ranks)
+
+        gradient, perturbation = averages()
+        if any(self.ranks.collect(evaluate.overflowed())):
+            evaluate.widen()
+            gradient, perturbation = averages()
         if isinstance(objective, SquaredGradient):
             weights = self.cache.rows("gradients", 0, len(deltas))[0]
             first = self.ranks.mean((deltas * weights).square().sum(1))

@@ -10,7 +10,7 @@ One process asked for as many `parts` works on them one after the other, and get
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from fimaq.config import Config
 from fimaq.fisher.collect import flat
 from fimaq.models.units import Unit
 from fimaq.quant.layers import activation_quantizers, quantized_layers
-from fimaq.quant.masks import GOLDEN, WORD, chosen, mask_of, mixed, random_words, unpacked, words_for
+from fimaq.quant.masks import GOLDEN, WORD, chosen, mask_of, mask_size, mixed, random_words, unpacked, words_for
 from fimaq.quant.quantizers import rounding_indecision
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Replay
@@ -86,7 +86,9 @@ class ReconstructionStep:
         words = [words_for(size) for size in self._mask_sizes()]
         self.mask_bits = [WORD * count for count in words]
         self.tensors["words"] = torch.zeros(sum(words), dtype=torch.int32, device=device)
-        self.tensors["bits"] = torch.zeros(sum(self.mask_bits), dtype=torch.bool, device=device)
+        self.bits = torch.zeros(sum(self.mask_bits), dtype=torch.bool, device=device)
+        # By themselves: the compiler keeps a row in registers only if all it reads starts where a tensor does.
+        self.tensors |= {f"mask {i}": bits for i, bits in enumerate(self.bits.split(self.mask_bits))}
         # The unit itself goes on seeing what is learned.
         self._hand_over(self._learned_parts(self.tensors))
         self._replay: Callable[[], None] | None = None
@@ -98,15 +100,14 @@ class ReconstructionStep:
         seen: dict[nn.Module, int] = {}
 
         def note(quantizer: nn.Module, given: tuple[Any, ...]) -> None:
-            x, spare = given[0], sum(given[1:])
-            seen[quantizer] = max(x.numel() - x[..., :1].numel() * spare, seen.get(quantizer, 0))
+            seen[quantizer] = max(mask_size(given[0]), seen.get(quantizer, 0))
 
         def of(images: int) -> list[int]:
             seen.clear()
             inputs = [row.expand(images, *row.shape[1:]) for row in self.cache.rows("quantized inputs", 0, 1)]
             with torch.enable_grad():
                 self.unit.with_tensors(_part(self.tensors, "unit.") | self._learned_parts(self.tensors), inputs)
-            return [*(i.numel() for i in inputs), *(seen.get(q, 0) for q in self.quantizers.values())]
+            return [*(mask_size(i) for i in inputs), *(seen.get(q, 0) for q in self.quantizers.values())]
 
         hooks = [quantizer.register_forward_pre_hook(note) for quantizer in self.quantizers.values()]
         try:
@@ -156,7 +157,7 @@ class ReconstructionStep:
         ranks = self.cache.ranks
         masks = [
             (self._draw, {name: self.tensors[name] for name in ("words", "seed", "iteration")}),
-            (_unpack, {"words": self.tensors["words"], "bytes": self.tensors["bits"].view(torch.int32)}),
+            (_unpack, {"words": self.tensors["words"], "bytes": self.bits.view(torch.int32)}),
         ]
         if not isinstance(ranks, Together):
             return Replay(*masks, (self._step, self.tensors), compiled=compiled)
@@ -198,20 +199,24 @@ class ReconstructionStep:
         """Gradients of the joined roundings and scales, and the loss without the rounding penalty, end to end."""
         raw, quantized, targets, weights = self._batch(t, part)
         positions = self._positions(t, part)
-        bits = iter(t["bits"].split(self.mask_bits))  # the inputs take theirs, the rest is for the quantizers
+        bits = iter(_part(t, "mask ").values())  # the inputs take theirs, the rest is for the quantizers
         inputs = [chosen(mask_of(r, b, positions), r, q) for r, q, b in zip(raw, quantized, bits, strict=False)]
         learned = self._learned_parts(t)
         state = _part(t, "unit.") | learned
         target = flat(targets)
-        with torch.enable_grad(), self._dropping(bits, positions):
-            with self._lower_precision():
+        with torch.enable_grad():
+            with self._learning(bits, positions), self._lower_precision():
                 outputs = self.unit.with_tensors(state, inputs)
+                leaves = [q.leaf for q in self.quantizers.values() if q.leaf is not None]
             deltas = flat(outputs) - target
             arguments = (deltas, target, *weights)
             loss = functional_call(self.objective, _part(t, "objective."), arguments)
             total = loss + self._rounding_penalty(t, learned)
-            found = torch.autograd.grad(total, list(learned.values()))
-        return torch.cat([*(gradient.flatten() for gradient in found), loss.detach().view(1)])
+            roundings = [learned[name] for name in self.learned["roundings"]]
+            found = torch.autograd.grad(total, [*roundings, *leaves])
+        scales = _sums([self.shapes[name] for name in self.learned["scales"]], found[len(roundings) :])
+        gradients = [*found[: len(roundings)], *scales]
+        return torch.cat([*(gradient.flatten() for gradient in gradients), loss.detach().view(1)])
 
     def _learn(self, t: Tensors, gradients_and_loss: Tensor) -> None:
         """One step of both optimisers."""
@@ -256,16 +261,17 @@ class ReconstructionStep:
         return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     @contextmanager
-    def _dropping(self, bits: Iterable[Tensor], positions: Tensor | None) -> Iterator[None]:
-        """QDrop inside the unit, for the length of a step."""
-        if self.config.drop_probability > 0:
-            for quantizer, own in zip(self.quantizers.values(), bits, strict=True):
-                quantizer.dropping = own, positions
+    def _learning(self, bits: Iterable[Tensor], positions: Tensor | None) -> Iterator[None]:
+        """QDrop inside the unit, and scales that learn by rows, for the length of a step."""
+        for quantizer, own in zip(self.quantizers.values(), bits, strict=True):
+            quantizer.dropping = (own, positions) if self.config.drop_probability > 0 else None
+            quantizer.learns_by_rows = True
         try:
             yield
         finally:
             for quantizer in self.quantizers.values():
-                quantizer.dropping = None
+                quantizer.dropping = quantizer.leaf = None
+                quantizer.learns_by_rows = False
 
     def _rounding_penalty(self, t: Tensors, learned: Tensors) -> Tensor:
         """AdaRound's regulariser, 0 until the warm-up ends: sum of 1 - |2 h(V) - 1|^b."""
@@ -299,6 +305,16 @@ class ReconstructionStep:
 
 def _unpack(t: Tensors) -> None:
     t["bytes"].copy_(unpacked(t["words"]))
+
+
+def _sums(shapes: list[torch.Size], by_rows: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of scales, from those of their rows.
+
+    Those are put end to end first: so a GPU adds all of them up at once, and not each when it is there.
+    """
+    together = torch.cat([rows.flatten() for rows in by_rows])
+    parts = together.split([rows.numel() for rows in by_rows])
+    return [p.view(rows.shape).sum_to_size(shape) for p, rows, shape in zip(parts, by_rows, shapes, strict=True)]
 
 
 def _adam(t: Tensors, group: str, gradient: Tensor, rate: Tensor) -> None:
