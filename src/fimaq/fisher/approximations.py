@@ -34,10 +34,11 @@ def rank_one_fisher(gradient: Tensor, perturbation: Tensor) -> Tensor:
 def inverse_root(perturbations: Tensor) -> Tensor:
     """R with R^T R = B = (dz^T dz)^-1 of Eq. (19), as a Moore-Penrose inverse: (k, a) -> (k, k), float64.
 
-    In double precision: perturbations of successive refreshes are nearly collinear.
+    In double precision: perturbations of successive refreshes are nearly collinear. Eigenvalues on the CPU, which
+    finds those of so small a matrix sooner than a GPU does.
     """
     rows = perturbations.double()
-    sizes, directions = torch.linalg.eigh(rows @ rows.T)
+    sizes, directions = (found.to(rows.device) for found in torch.linalg.eigh((rows @ rows.T).cpu()))
     collected = sizes > COLLINEAR * sizes.max()
     return (directions * torch.where(collected, sizes.clamp_min(1e-300).rsqrt(), 0)).T
 

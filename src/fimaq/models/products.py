@@ -9,7 +9,7 @@ operators that really run (`float_products`) proves that nothing was left out.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,18 @@ class _PowersAndSums(torch.autograd.Function):
         return weighted - powers * (weighted.sum(-1, keepdim=True) / sums)
 
 
-class _ProductMode(TorchFunctionMode):
+class _UnbindMode(TorchFunctionMode):
+    """Lets gradients of what is unbound lie in memory as it does (`quant/aligned.py`)."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _UNBINDS and args and args[0].requires_grad:
+            return unbind(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _ProductMode(_UnbindMode):
     """Hands products of activations, in the order they are met, to the owner's `products`."""
 
     def __init__(self, owner: "OpenedModule") -> None:
@@ -135,8 +146,6 @@ class _ProductMode(TorchFunctionMode):
         if func is _FUSED_ATTENTION:
             products = self._multiply, self._multiply
             return written_out_attention(products, *args, **{**kwargs, "softmax": self._softmax})
-        if func in _UNBINDS and args and args[0].requires_grad:
-            return unbind(*args, **kwargs)
         if func in _SOFTMAXES and _is_over_last(*args, **kwargs):
             return self._softmax(args[0])
         if func is F.linear:
@@ -147,7 +156,7 @@ class _ProductMode(TorchFunctionMode):
             )
             if layer is not None:
                 return layer(x, bias)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _linear_arguments(
@@ -181,7 +190,8 @@ class OpenedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.watched and not any(product.quantized for product in self.products):
-            return super().forward(*args, **kwargs)
+            with _UnbindMode() if _learns_on_gpu(args) else nullcontext():
+                return super().forward(*args, **kwargs)
         mode = _ProductMode(self)
         if _learns_on_gpu(args) and getattr(self, "fused_attn", None) is False:
             result = self._run_fused(mode, *args, **kwargs)
