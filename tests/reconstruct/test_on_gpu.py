@@ -26,13 +26,15 @@ def search_looks_at_as_much_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("fimaq.calibrate.ranges.ROWS", {"cpu": 1024, "cuda": 1024})
 
 
-def losses(method: str, **settings: Any) -> list[float]:
-    """The first six losses of patch embedding and first block; from the fourth on a CUDA graph is replayed.
+SEEDS = {"fima-q": 2, "brecq": 0}
+"""With which nothing lies on the edge between two roundings: inputs that differ by 1e-7 change losses by less than
+1e-5, with other seeds by up to 9e-2."""
 
-    With this seed nothing lies on the edge between two roundings: inputs that differ by 1e-7 change losses by less
-    than 1e-4, with the first seed by 1e-2.
-    """
-    config = configured(**{"method": method, "iters": 20, "precision": "fp32", "seed": 2, **settings})
+
+def losses(method: str, **settings: Any) -> list[float]:
+    """The first six losses of patch embedding and first block; from the fourth on a CUDA graph is replayed."""
+    usual = {"method": method, "iters": 20, "precision": "fp32", "seed": SEEDS[method]}
+    config = configured(**usual | settings)
     with numerics(config):
         reconstruction = walk(config)
         found = []

@@ -27,8 +27,11 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
-    """x rounded to what its integers can represent; no gradient is defined through the rounding."""
-    return dequantize(quantize(x, scale, zero_point, levels), scale, zero_point)
+    """x rounded to what its integers can represent; no gradient is defined through the rounding.
+
+    Counted from the zero point, and each result written over the one before: less memory traffic.
+    """
+    return torch.round(x / scale).clamp_(-zero_point, levels - zero_point).mul_(scale)
 
 
 def _forward(x: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor | int, dropped: Tensor | None) -> Tensor:
