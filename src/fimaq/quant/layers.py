@@ -147,9 +147,23 @@ class QuantConv2d(QuantizedLayer, nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.runs_on_integers(x):
-            return self._conv_forward(self.effective_input(x), self.effective_weight(), self.bias)
+            run = self._product_of_patches if self._learns_patches() else self._conv_forward
+            return run(self.effective_input(x), self.effective_weight(), self.bias)
         product = self._conv_forward(*self.steps(x), None).to(x.dtype) * self.scale_of_sums().view(-1, 1, 1)
         return product if self.bias is None else product + self.bias.view(-1, 1, 1)
+
+    def _learns_patches(self) -> bool:
+        """Whether gradients are taken, and windows neither overlap nor leave gaps, as in a ViT's first layer."""
+        whole = self.kernel_size == self.stride and self.padding in ("valid", (0, 0))
+        return torch.is_grad_enabled() and whole and self.dilation == (1, 1) and self.groups == 1
+
+    def _product_of_patches(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same convolution as one matrix product: libraries are slow at gradients of windows that large."""
+        (height, width), (down, across) = x.shape[2:], self.kernel_size
+        x = x[:, :, : height - height % down, : width - width % across]
+        windows = x.unflatten(3, (-1, across)).unflatten(2, (-1, down))  # (B, in, rows, down, columns, across)
+        patches = windows.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return F.linear(patches, weight.flatten(1), bias).permute(0, 3, 1, 2)
 
 
 class QuantMatMul(nn.Module):

@@ -171,7 +171,8 @@ class Reconstruction:
             return OutputDivergence(self.config.temperature, deltas, targets, self.ranks.mean)
         if method == "brecq":
             return SquaredGradient(self.device)
-        return FisherLoss(self.config, deltas.shape[1], self.device, self.ranks.mean)
+        alone = self.ranks.size == 1 and self.config.parts is None
+        return FisherLoss(self.config, deltas.shape[1], self.device, self.ranks.mean, alone)
 
     @torch.no_grad()
     def _first_deltas(self, index: int) -> tuple[Tensor, Tensor]:

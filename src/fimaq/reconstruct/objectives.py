@@ -87,9 +87,12 @@ class FisherLoss(nn.Module):
     direction: Tensor
     normalisers: Tensor
 
-    def __init__(self, config: Config, size: int, device: torch.device, mean: Mean = torch.mean) -> None:
+    def __init__(
+        self, config: Config, size: int, device: torch.device, mean: Mean = torch.mean, alone: bool = True
+    ) -> None:
+        """`alone`: no other rank, and no other part of the batch, has rows of the same mean."""
         super().__init__()
-        self.mean = mean
+        self.mean, self.alone = mean, alone
         self.terms = _terms(config)
         self.averages: Averages = config.averages
         # Rows of zeros change nothing. With a multiple of 16 rows, products are aligned as GPUs like it, and all
@@ -126,8 +129,9 @@ class FisherLoss(nn.Module):
             self.diagonal.copy_(diagonal_fisher(self.left[: row + 1], perturbations))
             self.right[: row + 1] = combined(inverse_gram(perturbations), perturbations)
         self.direction.copy_(rank_one_fisher(directions[row] * sizes[row], perturbations[row]))
-        # Row by row: a row's bits must not depend on how many others this rank has beside it.
-        by_row = {name: torch.cat([self._term(name, row) for row in deltas.split(1)]) for name in self.terms}
+        # Row by row unless alone: a row's bits must not depend on how many others this rank has beside it.
+        rows = deltas.split(len(deltas) if self.alone else 1)
+        by_row = {name: torch.cat([self._term(name, some) for some in rows]) for name in self.terms}
         values = torch.stack([self.mean(of_rows) for of_rows in by_row.values()])
         self.normalisers.copy_(values.clamp_min(1e-38))
 
