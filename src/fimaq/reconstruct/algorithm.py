@@ -171,7 +171,7 @@ class Reconstruction:
             return OutputDivergence(self.config.temperature, deltas, targets, self.ranks.mean)
         if method == "brecq":
             return SquaredGradient(self.device)
-        alone = self.ranks.size == 1 and self.config.parts is None
+        alone = self.ranks.size == 1 and self.config.parts in (None, 1)
         return FisherLoss(self.config, deltas.shape[1], self.device, self.ranks.mean, alone)
 
     @torch.no_grad()
