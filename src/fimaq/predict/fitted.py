@@ -24,8 +24,10 @@ COMPILE_SECONDS = 15.0
 """For each kind of unit, with an empty compile cache."""
 REFRESH_PER_MEBIBYTE = 0.0098 / 1024
 """For each image, and each MiB that the suffix keeps of it."""
-REFRESH_SLOWER = {"bf16": 1.0, "tf32": 1.0, "fp32": 1.6}
-SEARCH_PER_TOKEN_BYTE = 9.7 / MEBIBYTE
+REFRESH_SLOWER = {"bf16": 0.5, "tf32": 1.0, "fp32": 1.6}
+SUFFIX_KEPT = {"bf16": 0.45, "tf32": 1.0, "fp32": 1.0}
+"""Of what a suffix keeps in single precision: beside steps in bf16 it runs in float16."""
+SEARCH_PER_TOKEN_BYTE = 8.7 / MEBIBYTE
 """For each byte that the unit's layers read per token; how many tokens are looked at is bounded."""
 SEARCH_BOUNDED, REFRESH_BOUNDED = 4.5, 1.9
 """How much longer both take with a memory budget: what a search looks at is kept on the host, and fewer images go
@@ -81,7 +83,8 @@ def gpu_bytes(
     """The most memory on the GPU. `lists`: the most that cached lists take there; `while_learning`: by unit."""
     search = RECORDED_COPIES * config.search_size * max(unit.recorded for unit in sizes.units)
     work = sizes.model_bytes + WORK_BYTES + search
-    suffixes = [sweep * sizes.saved_behind(i) for i in range(len(while_learning))]
+    kept = SUFFIX_KEPT[config.precision or "fp32"]
+    suffixes = [kept * sweep * sizes.saved_behind(i) for i in range(len(while_learning))]
     learning = [held + (suffix if refreshed else 0) for held, suffix in zip(while_learning, suffixes, strict=True)]
     needed = work + max(lists, *learning)
     return needed if config.memory_budget is None else min(needed, config.memory_budget)
