@@ -52,8 +52,12 @@ def linear_step(size: float = 1.0, **settings: Any) -> ReconstructionStep:
     torch.manual_seed(1)
     layer = nn.Linear(12, 6)
     layer.weight.data /= size
-    inputs = size * torch.randn(COUNT, 5, 12)
-    chain = UnitChain(layer, prepare_model(layer, inputs[:2], 3, 3), inputs[:2])
+    return module_step(layer, size * torch.randn(COUNT, 5, 12), **settings)
+
+
+def module_step(module: nn.Module, inputs: Tensor, **settings: Any) -> ReconstructionStep:
+    """A step on a module that is a whole model."""
+    chain = UnitChain(module, prepare_model(module, inputs[:2], 3, 3), inputs[:2])
     config = configured(**settings)
     reconstruction = Reconstruction(chain, inputs, config, ActivationCache(COUNT, torch.device("cpu")))
     reconstruction.cache_full_precision(0)

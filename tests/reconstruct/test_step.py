@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from demo_walk import BLOCK, COUNT, configured, demo_step, linear_step, run, same, walk
-from torch import Tensor
+from demo_walk import BLOCK, COUNT, configured, demo_step, linear_step, module_step, run, same, walk
+from torch import Tensor, nn
 
 from fimaq.config import Config
 from fimaq.quant.layers import activation_quantizers, quantized_layers
@@ -176,24 +176,41 @@ def test_dropping_is_over_after_a_step() -> None:
     run(step, 1)
     assert len(step.quantizers) == 8
     assert all(quantizer.dropping is None for quantizer in step.quantizers.values())
-    assert all(q.leaf is None and not q.learns_by_rows for q in step.quantizers.values())
+    assert all(quantizer.leaves is None for quantizer in step.quantizers.values())
 
 
-@pytest.mark.parametrize("preset", ["deploy", "released"])
-def test_gradients_by_rows_add_up_to_those_of_the_scales(preset: str) -> None:
-    """Against autograd itself, with the scales as leaves."""
-    step = demo_step(drop_probability=0.0, preset=preset)
-    run(step, 1)
-    found = step._gradients(step.tensors)
+def scale_gradients(step: ReconstructionStep) -> tuple[Tensor, Tensor]:
+    """Those of a step without masks, and those of autograd with the scales themselves as leaves."""
+    found, learned = step._gradients(step.tensors), step._learned_parts(step.tensors)
     raw, quantized, targets, _ = step._batch(step.tensors, slice(None))
-    learned = step._learned_parts(step.tensors)
-    assert torch.equal(raw[0], quantized[0])  # behind units that are not quantized, so that a mask changes nothing
+    assert torch.equal(raw[0], quantized[0])  # nothing before is quantized, so that masks of inputs change nothing
     with torch.enable_grad():
         outputs = step.unit.with_tensors(_part(step.tensors, "unit.") | learned, raw)
         loss = step.objective(outputs[0].flatten(1) - targets[0].flatten(1), targets[0])
         expected = torch.autograd.grad(loss, [learned[name] for name in step.learned["scales"]])
     start = step.tensors["roundings"].numel()
-    torch.testing.assert_close(found[start:-1], torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-6)
+    return found[start:-1], torch.cat([gradient.flatten() for gradient in expected])
+
+
+@pytest.mark.parametrize("preset", ["deploy", "released"])
+def test_gradients_by_rows_add_up_to_those_of_the_scales(preset: str) -> None:
+    step = demo_step(drop_probability=0.0, preset=preset)
+    run(step, 1)
+    torch.testing.assert_close(*scale_gradients(step), rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_that_is_called_twice_learns_from_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.layer(x.square())
+
+    step = module_step(Twice(), torch.randn(COUNT, 5, 12), drop_probability=0.0)
+    run(step, 1)
+    torch.testing.assert_close(*scale_gradients(step), rtol=1e-4, atol=1e-6)
 
 
 def test_every_quantizer_drops_by_a_mask_of_its_own_and_another_in_each_step() -> None:

@@ -60,17 +60,17 @@ class ActivationQuantizer(Quantizer):
         super().__init__(bits)
         self.dropping: tuple[Tensor, Tensor | None] | None = None
         """While a step of reconstruction runs: what `mask_of` is told for QDrop's mask of this quantizer."""
-        self.leaf: Tensor | None = None
-        """While a step runs: `scale` once for each row of what was quantized, and so its gradient."""
-        self.learns_by_rows = False
+        self.leaves: list[Tensor] | None = None
+        """While a step runs, for each call: `scale` by rows of what is quantized, and so its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return fake_quantize(x, self.scale, self.zero_point, self.levels)
         dropped = None if self.dropping is None else mask_of(x, *self.dropping)
         scale = self.scale
-        if self.learns_by_rows:
-            scale = self.leaf = for_each_row(scale.detach(), x).requires_grad_()
+        if self.leaves is not None:
+            scale = for_each_row(scale.detach(), x).requires_grad_()
+            self.leaves.append(scale)
         return learned_fake_quantize(x, scale, self.zero_point, self.highest, dropped)
 
     def steps(self, x: Tensor) -> Tensor:

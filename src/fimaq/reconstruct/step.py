@@ -12,7 +12,9 @@ One process asked for as many `parts` works on them one after the other, and get
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain, pairwise
+from functools import reduce
+from itertools import accumulate, chain, islice, pairwise
+from operator import add
 from typing import Any
 
 import torch
@@ -207,15 +209,16 @@ class ReconstructionStep:
         with torch.enable_grad():
             with self._learning(bits, positions), self._lower_precision():
                 outputs = self.unit.with_tensors(state, inputs)
-                leaves = [q.leaf for q in self.quantizers.values() if q.leaf is not None]
+                leaves = [quantizer.leaves or [] for quantizer in self.quantizers.values()]
             deltas = flat(outputs) - target
             arguments = (deltas, target, *weights)
             loss = functional_call(self.objective, _part(t, "objective."), arguments)
             total = loss + self._rounding_penalty(t, learned)
             roundings = [learned[name] for name in self.learned["roundings"]]
-            found = torch.autograd.grad(total, [*roundings, *leaves])
-        scales = _sums([self.shapes[name] for name in self.learned["scales"]], found[len(roundings) :])
-        gradients = [*found[: len(roundings)], *scales]
+            found = torch.autograd.grad(total, [*roundings, *chain(*leaves)])
+        shapes = [self.shapes[n] for n, own in zip(self.learned["scales"], leaves, strict=True) for _ in own]
+        scales = iter(_sums(shapes, found[len(roundings) :]))
+        gradients = [*found[: len(roundings)], *(reduce(add, islice(scales, len(own))) for own in leaves)]
         return torch.cat([*(gradient.flatten() for gradient in gradients), loss.detach().view(1)])
 
     def _learn(self, t: Tensors, gradients_and_loss: Tensor) -> None:
@@ -265,13 +268,12 @@ class ReconstructionStep:
         """QDrop inside the unit, and scales that learn by rows, for the length of a step."""
         for quantizer, own in zip(self.quantizers.values(), bits, strict=True):
             quantizer.dropping = (own, positions) if self.config.drop_probability > 0 else None
-            quantizer.learns_by_rows = True
+            quantizer.leaves = []
         try:
             yield
         finally:
             for quantizer in self.quantizers.values():
-                quantizer.dropping = quantizer.leaf = None
-                quantizer.learns_by_rows = False
+                quantizer.dropping = quantizer.leaves = None
 
     def _rounding_penalty(self, t: Tensors, learned: Tensors) -> Tensor:
         """AdaRound's regulariser, 0 until the warm-up ends: sum of 1 - |2 h(V) - 1|^b."""
