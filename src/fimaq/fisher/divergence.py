@@ -38,7 +38,7 @@ def kl_gradient(
         student = outputs.detach().to(torch.promote_types(outputs.dtype, torch.float32)).requires_grad_()
         (of_outputs,) = torch.autograd.grad(kl_divergence(teacher, student, temperature).sum(), student)
         loudness = _loudness(of_outputs)
-        loud = (_by_sample(of_outputs, loudness)).to(outputs.dtype)
+        loud = _by_sample(of_outputs, loudness).to(outputs.dtype)
         gradients = torch.autograd.grad(outputs, leaves, loud, allow_unused=True)
     quiet = 1 / loudness
     return [
