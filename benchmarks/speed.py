@@ -3,10 +3,12 @@
     python benchmarks/speed.py                                # the table of docs/speed.md
     python benchmarks/speed.py --profile --case "model=deit_tiny_patch16_224 precision=bf16"
     python benchmarks/speed.py --case "model=vit_base_patch16_224 memory_budget=4GiB" --results speed.jsonl
+    python benchmarks/speed.py --whole --case "model=swin_small_patch4_window7_224"         # all units: minutes
 
 Measured is one unit (`unit=3`, the third block); a whole run is computed from it: blocks times (search + steps +
 refreshes), where a refresh costs in proportion to the blocks behind the unit. Compilation is shown by itself, for
-it is paid once. Weights and images are random: time does not depend on them. Nothing else should use the GPU.
+it is paid once. With `--whole` all units are reconstructed and timed, compilation included. Weights and images are
+random: time does not depend on them. Nothing else should use the GPU.
 """
 
 import argparse
@@ -49,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help='settings, such as "model=deit_tiny_patch16_224 rank=1"')
     parser.add_argument("--profile", action="store_true", help="print the time of a step by kernel")
+    parser.add_argument("--whole", action="store_true", help="time all units of the model, not one")
     parser.add_argument("--results", type=Path, help="file that every row is appended to, as JSON")
     options = parser.parse_args()
     rows = []
@@ -57,7 +60,7 @@ def main() -> None:
         settings = {key: given.pop(key, value) for key, value in DEFAULTS.items()}
         row = {"case": case, "device": torch.cuda.get_device_name()}
         try:
-            row |= measure(options.profile, **settings, **given)
+            row |= measure(options, **settings, **given)
         except FimaqError as error:  # too small a budget should not end the table
             print(case, error, flush=True)
             continue
@@ -72,8 +75,10 @@ def main() -> None:
         print("| " + " | ".join(str(row[key]) for key in columns) + " |")
 
 
-def measure(profile: bool, model: str, images: str, unit: str, img_size: str, **settings: Any) -> dict[str, Any]:
-    """Seconds, milliseconds per step, and GiB, of one unit of `model`."""
+def measure(
+    options: argparse.Namespace, model: str, images: str, unit: str, img_size: str, **settings: Any
+) -> dict[str, Any]:
+    """Seconds, milliseconds per step, and GiB, of one unit of `model` or of all."""
     device = torch.device("cuda")
     config = Config.create(calib_size=int(images), device="cuda", **settings)
     gc.collect()
@@ -82,7 +87,7 @@ def measure(profile: bool, model: str, images: str, unit: str, img_size: str, **
     with numerics(config), bounded(device, config.memory_budget):
         torch.manual_seed(0)
         walk = _walk(model, int(images), int(img_size), config, device)
-        return _measure_unit(walk, int(unit), profile)
+        return _measure_whole(walk) if options.whole else _measure_unit(walk, int(unit), options.profile)
 
 
 def _walk(model: str, count: int, img_size: int, config: Config, device: torch.device) -> Reconstruction:
@@ -96,6 +101,23 @@ def _walk(model: str, count: int, img_size: int, config: Config, device: torch.d
     chain = UnitChain(built, structure, example)
     fold_layer_norms(built, example, lambda: (b.to(device) for b in images[:128].split(64)))
     return Reconstruction(chain, images, config, ActivationCache(count, device, budget=config.memory_budget))
+
+
+def _measure_whole(walk: Reconstruction) -> dict[str, Any]:
+    def run(index: int) -> None:
+        walk.reconstruct(index, lambda iteration, loss: None)
+        walk.advance(index)
+
+    seconds = {}
+    for index, unit in enumerate(walk.chain.units):
+        seconds[unit.name] = round(timed(lambda index=index: run(index)), 2)
+        print(f"{unit.name} {seconds[unit.name]} s", flush=True)
+    walk.cache.close()
+    return {
+        "whole run, min": round(sum(seconds.values()) / 60, 2),
+        "peak GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "seconds by unit": seconds,
+    }
 
 
 def _measure_unit(walk: Reconstruction, index: int, profile: bool) -> dict[str, Any]:

@@ -70,6 +70,34 @@ def test_more_work_takes_longer_and_more_images_more_memory() -> None:
     assert seconds_and_memory(calib_size=256, precision="fp32")[0] > seconds
 
 
+def test_shifted_windows_are_compiled_by_themselves() -> None:
+    def compilation(depths: tuple[int, ...]) -> float:
+        args = {
+            "embed_dim": 12,
+            "num_heads": (1,) * len(depths),
+            "window_size": 4,
+            "img_size": 32,
+            "depths": depths,
+        }
+        config = Config.create(model="swin_tiny_patch4_window7_224", model_args=args, num_classes=5, iters=2000)
+        (told,) = predict(config, (3, 32, 32), [torch.device("cuda")])
+        return told.seconds["compilation"] / fitted.COMPILE_SECONDS
+
+    assert compilation((1,)) == 3  # patch embedding, block, head
+    assert compilation((4,)) == 4
+    assert compilation((2, 2)) == 6  # windows as large as the image are not shifted; the second stage merges first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["vit_base_patch16_224", "swin_small_patch4_window7_224"])
+def test_a_whole_run_is_predicted_as_it_was_measured(model: str) -> None:
+    rows = [json.loads(line) for line in (RESULTS / "whole-h200-2026-11-18.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["case"] == f"model={model} precision=bf16"]
+    config = Config.create(model=model, calib_size=1024, iters=20000, rank=15, bits="w4a4", precision="bf16")
+    (told,) = predict(config, (3, 224, 224), [torch.device("cuda")])
+    assert told.total_seconds / 60 == pytest.approx(row["whole run, min"], rel=0.15)
+
+
 def test_a_budget_bounds_the_gpu_and_fills_the_host() -> None:
     free, bounded = (seconds_and_memory(calib_size=1024, memory_budget=b) for b in (None, 30_000_000))
     assert bounded[1] <= 30_000_000 < free[1]

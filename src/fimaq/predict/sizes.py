@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fimaq.calibrate.ranges import recorded_inputs
 from fimaq.fisher.divergence import kl_gradient
@@ -22,6 +24,8 @@ class UnitSize:
 
     name: str
     operations: int
+    operators: tuple[str, ...]
+    """Of its forward pass, in order: units with the same ones, and as many operations, share a compilation."""
     recorded: int
     tokens: int
     reconstructed: bool
@@ -50,12 +54,12 @@ def count_sizes(chain: UnitChain, images: Tensor, weight_bits: int) -> Sizes:
     sizes, outputs = [], list[list[Tensor]]()
     inputs = chain.first_inputs(images)
     for index, unit in enumerate(chain.units):
-        recorded, result = _recorded(unit, inputs)
+        operators, recorded, result = _recorded(unit, inputs)
         outputs.append(result)
         first = result[0][0]
         tokens = max(1, first.numel() // first.shape[-1]) if first.dim() > 0 else 1
-        size = UnitSize(unit.name, operations[index], recorded // len(images), tokens, unit.reconstructed)
-        sizes.append(size)
+        own = (operations[index], operators, recorded // len(images), tokens, unit.reconstructed)
+        sizes.append(UnitSize(unit.name, *own))
         if index + 1 < len(chain):
             inputs = chain.next_inputs(index, result, {i: outputs[i] for i in unit.carried})
     model = chain.model
@@ -67,12 +71,26 @@ def count_sizes(chain: UnitChain, images: Tensor, weight_bits: int) -> Sizes:
     return Sizes(sizes, two - one, whole, images[0].nbytes, packed)
 
 
+class _Operators(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
-def _recorded(unit: Unit, inputs: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
-    """Bytes that a range search of the unit looks at, and the unit's outputs."""
+def _recorded(unit: Unit, inputs: Sequence[Tensor]) -> tuple[tuple[str, ...], int, list[Tensor]]:
+    """The unit's operators, the bytes that its range search looks at, and its outputs."""
     results: list[list[Tensor]] = []
-    seen = recorded_inputs(unit.module, lambda: results.append(unit(inputs)))
-    return sum(tensor.nbytes for tensors in seen.values() for tensor in tensors), results[0]
+    with _Operators() as operators:
+        seen = recorded_inputs(unit.module, lambda: results.append(unit(inputs)))
+    looked_at = sum(tensor.nbytes for tensors in seen.values() for tensor in tensors)
+    return tuple(operators.names), looked_at, results[0]
 
 
 def _saved_by_suffix(chain: UnitChain, images: Tensor) -> int:
