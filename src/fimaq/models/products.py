@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -219,8 +220,14 @@ class OpenedModule(nn.Module):
 def open_module(module: nn.Module, count: int, bits: int) -> None:
     """Give `module` `count` quantized products, in place, quantizers off."""
     module.products = nn.ModuleList(QuantMatMul(bits) for _ in range(count))
-    kind = type(module)
-    module.__class__ = type(f"Opened{kind.__name__}", (OpenedModule, kind), {"__module__": kind.__module__})
+    kind: Any = type(module)
+    module.__class__ = _opened(kind)
+
+
+@cache
+def _opened(kind: type) -> Any:
+    """One class for all modules of a class, so that it shows which are alike."""
+    return type(f"Opened{kind.__name__}", (OpenedModule, kind), {"__module__": kind.__module__})
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 A reconstruction step is a few hundred small operators, and on a GPU it is bound by their launches and by memory
 traffic. It is traced down to its operators (backward pass and optimisers included), compiled into fused kernels,
-and recorded as one CUDA graph. Two units whose traces read the same share one compilation; the
-compiler itself keeps its results on disk, so the next run starts at once.
+and recorded as one CUDA graph. Two units whose traces read the same share one compilation, and those that are
+alike (`alike.py`) one trace; the compiler itself keeps its results on disk, so the next run starts at once.
 """
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fimaq.reconstruct.alike import tensor_kinds
 
 Tensors = dict[str, Tensor]
 Compiled = Callable[..., object]
@@ -33,17 +35,23 @@ COMBINED: dict[str, Any] = {"combo_kernels": True}
 """On a GPU, small kernels that do not wait for each other become one: 0.33 instead of 0.36 ms per step."""
 
 _compiled: dict[str, Compiled] = {}
+"""By what a trace reads like."""
+_alike: dict[Hashable, Compiled] = {}
+"""By the kind of what would be traced."""
 
 
 class Replay:
     """Calls functions of named tensors, one after the other, which read and update them where they are.
 
-    Each is compiled by itself: what one writes is in memory when the next reads it.
+    Each is compiled by itself: what one writes is in memory when the next reads it. `kind`: equal where functions
+    of the same name do the same; None where that is not known.
     """
 
-    def __init__(self, *parts: tuple[Callable[[Tensors], None], Tensors], compiled: bool) -> None:
+    def __init__(
+        self, *parts: tuple[Callable[[Tensors], None], Tensors], compiled: bool, kind: Hashable = None
+    ) -> None:
         self.on_gpu = any(t.is_cuda for _, tensors in parts for t in tensors.values())
-        self.parts = [(*part, compile_function(*part) if compiled else None) for part in parts]
+        self.parts = [(*part, compile_function(*part, kind) if compiled else None) for part in parts]
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -114,8 +122,13 @@ def _storing(function: Callable[..., Results], results: list[Tensor]) -> Callabl
     return run
 
 
-def compile_function(function: Callable[[Tensors], None], tensors: Tensors) -> Compiled | None:
+def compile_function(
+    function: Callable[[Tensors], None], tensors: Tensors, kind: Hashable = None
+) -> Compiled | None:
     """The fused form of `function`, taking the values of `tensors`; None, with a warning, if there is none."""
+    known = kind and (function.__qualname__, kind, tensor_kinds(tensors))
+    if known in _alike:
+        return _alike[known]
     try:
         traced = trace(function, tensors)
         if any(node.op == "get_attr" for node in traced.graph.nodes):
@@ -124,10 +137,12 @@ def compile_function(function: Callable[[Tensors], None], tensors: Tensors) -> C
         key = _description(traced, tensors)
         if key not in _compiled:
             _compiled[key] = _compile(traced, tensors)
-        return _compiled[key]
     except Exception as error:  # whatever the compiler stumbles over, the plain function works
         warnings.warn(f"reconstruction runs uncompiled, and slower: {_first_line(error)}", stacklevel=2)
         return None
+    if known:
+        _alike[known] = _compiled[key]
+    return _compiled[key]
 
 
 def trace(function: Callable[[Tensors], None], tensors: Tensors) -> GraphModule:

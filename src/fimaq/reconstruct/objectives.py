@@ -81,6 +81,9 @@ class FisherLoss(nn.Module):
     recorded CUDA graph of the reconstruction step goes on seeing what is collected later.
     """
 
+    directions: Tensor
+    perturbations: Tensor
+    ratios: Tensor
     left: Tensor
     right: Tensor | None
     diagonal: Tensor
@@ -99,9 +102,9 @@ class FisherLoss(nn.Module):
         # ranks up to 16 share one compiled step.
         rows = -(-config.resolved_rank // 16) * 16
         self.collected = 0
-        self.directions = torch.zeros(rows, size, device=device)
-        self.perturbations = torch.zeros(rows, size, device=device)
-        self.ratios = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.register_buffer("directions", torch.zeros(rows, size, device=device))
+        self.register_buffer("perturbations", torch.zeros(rows, size, device=device))
+        self.register_buffer("ratios", torch.zeros(rows, dtype=torch.float64, device=device))
         signed = config.averages == "signed"
         self.register_buffer("left", torch.zeros(rows, size, device=device))
         self.register_buffer("right", torch.zeros(rows, size, device=device) if signed else None)

@@ -10,7 +10,7 @@ One process asked for as many `parts` works on them one after the other, and get
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import accumulate, chain, islice, pairwise
@@ -27,6 +27,7 @@ from fimaq.models.units import Unit
 from fimaq.quant.layers import activation_quantizers, quantized_layers
 from fimaq.quant.masks import GOLDEN, WORD, chosen, mask_of, mask_size, mixed, random_words, unpacked, words_for
 from fimaq.quant.quantizers import rounding_indecision
+from fimaq.reconstruct.alike import kind_of
 from fimaq.reconstruct.cache import ActivationCache
 from fimaq.reconstruct.compiled import Replay
 from fimaq.reconstruct.deal import Dealt, dealt, part_of
@@ -162,7 +163,7 @@ class ReconstructionStep:
             (_unpack, {"words": self.tensors["words"], "bytes": self.bits.view(torch.int32)}),
         ]
         if not isinstance(ranks, Together):
-            return Replay(*masks, (self._step, self.tensors), compiled=compiled)
+            return Replay(*masks, (self._step, self.tensors), compiled=compiled, kind=self._kind())
         share = ranks.share(self.config.batch_size) / self.config.batch_size
         length = sum(self.tensors[group].numel() for group in self.learned) + 1
         bucket = self.tensors["bucket"] = torch.zeros(length, device=self.cache.device)
@@ -182,6 +183,12 @@ class ReconstructionStep:
             after()
 
         return run
+
+    def _kind(self) -> Hashable:
+        """Equal for steps that run the same operators: of all that they read but `tensors`."""
+        unit, fetched = self.unit, list(self._prefetch.batch) if self._prefetch else []
+        read = (unit.module, unit.inputs, unit.outputs, self.objective, self.config, self.learned, self.shapes)
+        return kind_of(*read, self.parts, self.cache.device, fetched)
 
     def _draw(self, t: Tensors) -> None:
         """The bits of all masks of this iteration, packed."""
