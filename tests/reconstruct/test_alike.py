@@ -1,6 +1,7 @@
 """Units that are said to be alike have the same trace; what Python could tell apart is not alike."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from fimaq.reconstruct.compiled import Replay, _description, compile_function, t
 from fimaq.reconstruct.step import ReconstructionStep
 
 IMAGES = 4
-FAST = ("vit", "swin", "eva02")
+FAST = [("vit", "deploy"), ("vit", "released"), ("swin", "deploy")]
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +58,12 @@ def begun_steps(family: str, preset: str) -> list[ReconstructionStep]:
     return steps
 
 
-@pytest.mark.parametrize("preset", ["deploy", "released"])
 @pytest.mark.parametrize(
-    "family", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    ("family", "preset"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+        for case in product(FAMILIES, ("deploy", "released"))
+    ],
 )
 def test_units_that_are_alike_have_one_trace(family: str, preset: str) -> None:
     kinds: dict[Any, set[str]] = {}
