@@ -86,6 +86,7 @@ def test_shifted_windows_are_compiled_by_themselves() -> None:
     assert compilation((1,)) == 3  # patch embedding, block, head
     assert compilation((4,)) == 4
     assert compilation((2, 2)) == 6  # windows as large as the image are not shifted; the second stage merges first
+    assert compilation((1, 1, 1)) == 7  # two merges: as many operations, other shapes
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def test_a_whole_run_is_predicted_as_it_was_measured(model: str) -> None:
     (row,) = [row for row in rows if row["case"] == f"model={model} precision=bf16"]
     config = Config.create(model=model, calib_size=1024, iters=20000, rank=15, bits="w4a4", precision="bf16")
     (told,) = predict(config, (3, 224, 224), [torch.device("cuda")])
-    assert told.total_seconds / 60 == pytest.approx(row["whole run, min"], rel=0.15)
+    assert told.total_seconds / 60 == pytest.approx(row["whole run, min"], rel=0.1)
 
 
 def test_a_budget_bounds_the_gpu_and_fills_the_host() -> None:

@@ -65,7 +65,7 @@ def search_seconds(unit: UnitSize, config: Config) -> float:
 def stage_seconds(sizes: Sizes, plans: list[UnitPlan], config: Config) -> dict[str, float]:
     """Seconds of a whole run by stage."""
     numbered = list(zip(sizes.units, plans, strict=True))
-    kinds = {(unit.operations, unit.operators) for unit, plan in numbered if plan.iterations}
+    kinds = {unit.kind for unit, plan in numbered if plan.iterations}
     return {
         "setup": SETUP_SECONDS,
         "range search": sum(search_seconds(unit, config) for unit, _ in numbered),

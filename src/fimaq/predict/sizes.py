@@ -1,6 +1,6 @@
 """What decides a run's cost, counted on one or two images of any content: operations and bytes, unit by unit."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,15 @@ class UnitSize:
     name: str
     operations: int
     operators: tuple[str, ...]
-    """Of its forward pass, in order: units with the same ones, and as many operations, share a compilation."""
+    """Of its forward pass, in order."""
     recorded: int
     tokens: int
     reconstructed: bool
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """Units of one kind share a compilation."""
+        return self.operators, self.operations, self.recorded, self.tokens
 
 
 @dataclass(frozen=True)
