@@ -19,9 +19,12 @@ from fimaq.export.verify import verify
 
 REFUSED = {("openvino", "siglip")}
 """Its attention pooling has a query that no image changes. OpenVINO does not load such a file; a test is below."""
+QUICK = ("vit", "siglip", "relative_position", "beit", "eva02", "cait", "swin")
+"""Attention pooling, tables of biases, biases put together, rotated positions, class attention, shifted windows."""
+CASES = [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 @torch.no_grad()
 def test_a_family_is_exported_whole(family: str, noisy_model: Callable[..., nn.Module], tmp_path: Path) -> None:
     name, arguments = FAMILIES[family]
