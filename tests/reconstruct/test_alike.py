@@ -9,6 +9,7 @@ import timm
 import torch
 from demo_walk import demo_step, run
 from families import FAMILIES
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from fimaq.config import Config
@@ -131,6 +132,19 @@ class Scaled(nn.Module):
 def hooked(module: nn.Module) -> nn.Module:
     module.register_forward_hook(lambda *_: module)
     return module
+
+
+class Dropping(nn.Module):
+    """Something is left out, in training."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.values, self.paths = nn.Dropout(rate), DropPath(rate)
+
+
+def test_rates_of_what_is_left_out_count_in_training_only() -> None:
+    assert kind_of(Dropping(0.1).eval()) == kind_of(Dropping(0.2).eval()) is not None
+    assert kind_of(Dropping(0.1).train()) != kind_of(Dropping(0.2).train())
 
 
 def test_modules_of_the_same_state_are_alike_whatever_their_tensors_hold() -> None:

@@ -14,14 +14,20 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from timm.layers import DropPath
 from torch import Tensor, nn
 
-from fimaq.config import Config
 from fimaq.ranks import Ranks
 
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
 _STATE = ("_parameters", "_buffers")
 """Attributes of a module whose tensors are given to a trace by name. The values of others may be part of it."""
+
+_RATES = {nn.Dropout: "p", DropPath: "drop_prob"}
+"""What these modules read only in training. It differs from block to block of a Swin."""
+
+Seen = dict[int, tuple[int, Any]]
+"""Objects met so far by their `id`: which it was, and the object, so that its `id` is not given to another."""
 
 
 class _UnknownError(Exception):
@@ -44,8 +50,8 @@ def _tensor(tensor: Tensor) -> tuple[Hashable, ...]:
     return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad
 
 
-def _kind(value: Any, seen: dict[int, int]) -> Hashable:
-    """`seen`: where objects were met first, so that one object twice is not like two that are alike."""
+def _kind(value: Any, seen: Seen) -> Hashable:
+    """One object met twice is not like two that are alike."""
     own = type(value)
     if own in _PLAIN:
         return own, value
@@ -60,8 +66,8 @@ def _kind(value: Any, seen: dict[int, int]) -> Hashable:
     if own is slice:
         return own, value.start, value.stop, value.step
     if id(value) in seen:
-        return "met before", seen[id(value)]
-    seen[id(value)] = len(seen)
+        return "met before", seen[id(value)][0]
+    seen[id(value)] = len(seen), value
     if own is MethodType:
         return own, value.__func__, _kind(value.__self__, seen)
     if own in (dict, OrderedDict):
@@ -71,9 +77,8 @@ def _kind(value: Any, seen: dict[int, int]) -> Hashable:
     if own in (set, frozenset):
         return own, frozenset(_kind(v, seen) for v in value)
     if isinstance(value, nn.Module):
-        return own, tuple((name, _attribute(name, v, seen)) for name, v in vars(value).items())
-    if isinstance(value, Config):
-        return own, _kind(value.model_dump(), seen)
+        unread = None if value.training else _RATES.get(own)
+        return own, tuple((name, _attribute(name, v, seen)) for name, v in vars(value).items() if name != unread)
     if dataclasses.is_dataclass(value):
         return own, tuple((f.name, _kind(getattr(value, f.name, None), seen)) for f in dataclasses.fields(value))
     if own is Ranks:  # holds nothing
@@ -81,15 +86,15 @@ def _kind(value: Any, seen: dict[int, int]) -> Hashable:
     raise _UnknownError
 
 
-def _attribute(name: str, value: Any, seen: dict[int, int]) -> Hashable:
+def _attribute(name: str, value: Any, seen: Seen) -> Hashable:
     """Of a module."""
     if name not in _STATE:
         return _kind(value, seen)
     return tuple((key, None if t is None else _registered(t, seen)) for key, t in value.items())
 
 
-def _registered(tensor: Tensor, seen: dict[int, int]) -> Hashable:
+def _registered(tensor: Tensor, seen: Seen) -> Hashable:
     if id(tensor) in seen:
-        return "met before", seen[id(tensor)]
-    seen[id(tensor)] = len(seen)
+        return "met before", seen[id(tensor)][0]
+    seen[id(tensor)] = len(seen), tensor
     return _tensor(tensor)

@@ -163,7 +163,8 @@ class ReconstructionStep:
             (_unpack, {"words": self.tensors["words"], "bytes": self.bits.view(torch.int32)}),
         ]
         if not isinstance(ranks, Together):
-            return Replay(*masks, (self._step, self.tensors), compiled=compiled, kind=self._kind())
+            kind = self._kind() if compiled else None
+            return Replay(*masks, (self._step, self.tensors), compiled=compiled, kind=kind)
         share = ranks.share(self.config.batch_size) / self.config.batch_size
         length = sum(self.tensors[group].numel() for group in self.learned) + 1
         bucket = self.tensors["bucket"] = torch.zeros(length, device=self.cache.device)
@@ -187,8 +188,8 @@ class ReconstructionStep:
     def _kind(self) -> Hashable:
         """Equal for steps that run the same operators: of all that they read but `tensors`."""
         unit, fetched = self.unit, list(self._prefetch.batch) if self._prefetch else []
-        read = (unit.module, unit.inputs, unit.outputs, self.objective, self.config, self.learned, self.shapes)
-        return kind_of(*read, self.parts, self.cache.device, fetched)
+        read = (unit.module, unit.inputs, unit.outputs, self.objective, self.learned, self.shapes, self.parts)
+        return kind_of(*read, self.config.model_dump(), self.cache.device, fetched)
 
     def _draw(self, t: Tensors) -> None:
         """The bits of all masks of this iteration, packed."""
