@@ -19,8 +19,8 @@ from fimaq.export.verify import verify
 
 REFUSED = {("openvino", "siglip")}
 """Its attention pooling has a query that no image changes. OpenVINO does not load such a file; a test is below."""
-QUICK = ("vit", "siglip", "relative_position", "beit", "eva02", "cait", "swin")
-"""Attention pooling, tables of biases, biases put together, rotated positions, class attention, shifts."""
+QUICK = ("vit", "siglip", "relative_position", "beit", "eva02", "swin")
+"""Attention pooling, tables of biases, biases put together, rotated positions, shifted windows."""
 CASES = [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 
 
