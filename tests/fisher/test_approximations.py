@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 
 from fimaq.fisher.approximations import (
+    aligned_piece,
     combined,
     diagonal_fisher,
     diagonal_loss,
+    in_pieces,
     inverse_gram,
     inverse_root,
     low_rank_loss,
@@ -227,3 +229,11 @@ def test_the_loss_of_one_sample_is_finite(kind: str) -> None:
     gradients, perturbations = degenerate(kind)
     delta = normal(1, SIZE, dtype=torch.float32)
     assert low_rank_loss(delta, gradients, combined(inverse_gram(perturbations), perturbations)).isfinite().all()
+
+
+@pytest.mark.parametrize(("size", "piece"), [(37824, 192), (151296, 256), (1000, 200), (1001, 1001), (40, 40)])
+def test_products_of_long_rows_are_sums_over_pieces_that_a_gpu_likes(size, piece):
+    torch.manual_seed(0)
+    assert aligned_piece(size) == piece
+    few, others = torch.randn(3, size, dtype=torch.float64), torch.randn(2, size, dtype=torch.float64)
+    torch.testing.assert_close(in_pieces(few, others, piece), few @ others.T)

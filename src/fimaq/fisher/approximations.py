@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 TINY = 1e-12
+PIECE = 256
+"""Elements of a row, at most, that a GPU multiplies at a time."""
 COLLINEAR = 1e-6
 """Directions of the perturbations weaker than this share of the strongest count as not collected."""
 
@@ -82,5 +84,21 @@ def low_rank_loss(deltas: Tensor, left: Tensor, right: Tensor) -> Tensor:
     A = deltas left^T and B C = right deltas^T: B is multiplied into the rows of `right` beforehand, or its root
     into both sides. Applied to A and C, it would enlarge their rounding errors by its condition number.
     """
-    first = deltas @ left.T
-    return (first * (first if right is left else deltas @ right.T)).sum(1)
+    first = _products_of_rows(deltas, left)
+    return (first * (first if right is left else _products_of_rows(deltas, right))).sum(1)
+
+
+def _products_of_rows(few: Tensor, others: Tensor) -> Tensor:
+    """few (n, a) @ others^T, for others (k, a): (n, k)."""
+    return in_pieces(few, others, aligned_piece(few.shape[1])) if few.is_cuda else few @ others.T
+
+
+def in_pieces(few: Tensor, others: Tensor, piece: int) -> Tensor:
+    """few (n, a) @ others^T as sums over pieces of rows. Libraries are slow at so few rows of so many elements."""
+    parts, other_parts = (rows.unflatten(1, (-1, piece)).transpose(0, 1) for rows in (few, others))
+    return (parts @ other_parts.mT).sum(0)
+
+
+def aligned_piece(size: int) -> int:
+    """The longest piece of at most PIECE elements that a row can be cut into and a GPU likes; else all of it."""
+    return next((piece for piece in range(PIECE, PIECE // 8, -8) if size % piece == 0), size)

@@ -54,7 +54,8 @@ def _backward(
     passes = steps == rounded
     if dropped is not None:
         passes = passes | dropped
-    of_x = rounded.copy_(passes).mul_(grad)
+    # In the type of x before anything else reads it, or a compiler stores it in the wider one.
+    of_x = rounded.copy_(passes).mul_(grad).to(x.dtype)
     of_scale = steps.mul_(grad).addcmul_(scaled, of_x, value=-1)  # (steps - scaled where inside) * grad
     if dropped is not None:
         of_scale = of_scale.mul_(~dropped)

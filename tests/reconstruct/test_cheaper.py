@@ -1,0 +1,71 @@
+"""Operators that are replaced in what a GPU compiles, against float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fimaq.quant.fake import learned_fake_quantize
+from fimaq.reconstruct.cheaper import CHEAPER, clamp, exp, gelu, gelu_backward, normal_cdf
+
+WIDE = torch.cat([torch.linspace(-9, 9, 200_001), torch.tensor([0.0, -0.0, 1e-30, 40.0, -40.0, 3e4, -3e4])])
+
+
+def test_a_normal_distribution_is_right_to_two_millionths():
+    exact = torch.special.ndtr(WIDE.double())
+    assert (normal_cdf(WIDE) - exact).abs().max() < 2e-6
+    assert normal_cdf(torch.tensor([math.inf, -math.inf])).tolist() == [1, 0]
+
+
+def test_gelu_and_its_gradient_are_right_to_two_millionths():
+    exact = WIDE.double().requires_grad_()
+    F.gelu(exact).sum().backward()
+    size = WIDE.abs().clamp_min(1)
+    assert ((gelu(WIDE) - F.gelu(exact)) / size).abs().max() < 2e-6
+    assert (gelu_backward(torch.ones_like(WIDE), WIDE) - exact.grad).abs().max() < 3e-6
+
+
+def test_gelu_keeps_its_type():
+    x = torch.randn(100, dtype=torch.bfloat16)
+    assert gelu(x).dtype == gelu_backward(x, x).dtype == torch.bfloat16
+    torch.testing.assert_close(gelu(x), F.gelu(x))
+
+
+def test_powers_are_right_to_their_last_digits():
+    x = torch.linspace(-80, 80, 10_001)
+    torch.testing.assert_close(exp(x).double(), x.double().exp(), rtol=2e-5, atol=0)
+    assert exp(torch.tensor(-math.inf)) == 0
+
+
+def test_what_is_clamped_is_what_torch_clamps():
+    x = torch.randn(1000) * 5
+    x[0] = math.nan
+    low, high = torch.tensor(-3.0), torch.full((1000,), 2.0)
+    torch.testing.assert_close(clamp(x, low, high), torch.clamp(x, low, high), rtol=0, atol=0, equal_nan=True)
+
+
+def _quantized_mlp(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    scale = torch.tensor(0.25).requires_grad_()
+    quantized = learned_fake_quantize(F.gelu(x), scale, torch.tensor(1.0), torch.tensor(15.0))
+    return torch.cat([part.flatten() for part in torch.autograd.grad(quantized.exp().sum(), [x, scale])])
+
+
+def test_replaced_operators_compute_what_a_function_and_its_gradients_did():
+    x = torch.randn(64)
+    traced = make_fx(_quantized_mlp, CHEAPER)(x)
+    left = {str(node.target) for node in traced.graph.nodes} & {str(operator) for operator in CHEAPER}
+    assert not left
+    torch.testing.assert_close(traced(x), _quantized_mlp(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: F.gelu(x, approximate="tanh"), lambda x: torch.clamp(x, min=torch.zeros(()))]
+)
+def test_what_has_no_cheaper_form_is_traced_as_it_is(function):
+    x = torch.randn(16)
+    traced = make_fx(function, CHEAPER)(x)
+    assert {node.target for node in traced.graph.nodes} & set(CHEAPER)
+    torch.testing.assert_close(traced(x), function(x), rtol=0, atol=0)
