@@ -2,13 +2,12 @@
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fimaq.quant.fake import learned_fake_quantize
-from fimaq.reconstruct.cheaper import CHEAPER, clamp, exp, gelu, gelu_backward, normal_cdf
+from fimaq.reconstruct.cheaper import CHEAPER, exp, gelu, gelu_backward, normal_cdf
 
 WIDE = torch.cat([torch.linspace(-9, 9, 200_001), torch.tensor([0.0, -0.0, 1e-30, 40.0, -40.0, 3e4, -3e4])])
 
@@ -39,13 +38,6 @@ def test_powers_are_right_to_their_last_digits():
     assert exp(torch.tensor(-math.inf)) == 0
 
 
-def test_what_is_clamped_is_what_torch_clamps():
-    x = torch.randn(1000) * 5
-    x[0] = math.nan
-    low, high = torch.tensor(-3.0), torch.full((1000,), 2.0)
-    torch.testing.assert_close(clamp(x, low, high), torch.clamp(x, low, high), rtol=0, atol=0, equal_nan=True)
-
-
 def _quantized_mlp(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().requires_grad_()
     scale = torch.tensor(0.25).requires_grad_()
@@ -61,11 +53,8 @@ def test_replaced_operators_compute_what_a_function_and_its_gradients_did():
     torch.testing.assert_close(traced(x), _quantized_mlp(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "function", [lambda x: F.gelu(x, approximate="tanh"), lambda x: torch.clamp(x, min=torch.zeros(()))]
-)
-def test_what_has_no_cheaper_form_is_traced_as_it_is(function):
+def test_what_has_no_cheaper_form_is_traced_as_it_is():
     x = torch.randn(16)
-    traced = make_fx(function, CHEAPER)(x)
+    traced = make_fx(lambda x: F.gelu(x, approximate="tanh"), CHEAPER)(x)
     assert {node.target for node in traced.graph.nodes} & set(CHEAPER)
-    torch.testing.assert_close(traced(x), function(x), rtol=0, atol=0)
+    torch.testing.assert_close(traced(x), F.gelu(x, approximate="tanh"), rtol=0, atol=0)

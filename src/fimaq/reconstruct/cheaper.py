@@ -48,17 +48,9 @@ def exp(x: Tensor) -> Tensor:
     return torch.exp2(x * LOG2_E) if x.is_floating_point() else NotImplemented
 
 
-def clamp(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-    """Two comparisons. torch.clamp's own look for values that are no numbers; these stay as they are here too."""
-    if low is None or high is None or not x.dtype == low.dtype == high.dtype:
-        return NotImplemented
-    return torch.where(x < low, low, torch.where(x > high, high, x))
-
-
 CHEAPER: dict[Any, Callable[..., Any]] = {
     aten.gelu.default: gelu,
     aten.gelu_backward.default: gelu_backward,
     aten.exp.default: exp,
-    aten.clamp.Tensor: clamp,
 }
 """What replaces an operator while it is traced. What answers `NotImplemented` is traced as it is."""
