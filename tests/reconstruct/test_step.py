@@ -181,14 +181,15 @@ def test_dropping_is_over_after_a_step() -> None:
 
 def scale_gradients(step: ReconstructionStep) -> tuple[Tensor, Tensor]:
     """Those of a step without masks, and those of autograd with the scales themselves as leaves."""
-    (_, found, _), learned = step._gradients(step.tensors), step._learned_parts(step.tensors)
+    found, learned = step._gradients(step.tensors), step._learned_parts(step.tensors)
     raw, quantized, targets, _ = step._batch(step.tensors, slice(None))
     assert torch.equal(raw[0], quantized[0])  # nothing before is quantized, so that masks of inputs change nothing
     with torch.enable_grad():
         outputs = step.unit.with_tensors(_part(step.tensors, "unit.") | learned, raw)
         loss = step.objective(outputs[0].flatten(1) - targets[0].flatten(1), targets[0])
         expected = torch.autograd.grad(loss, [learned[name] for name in step.learned["scales"]])
-    return found, torch.cat([gradient.flatten() for gradient in expected])
+    start = step.tensors["roundings"].numel()
+    return found[start:-1], torch.cat([gradient.flatten() for gradient in expected])
 
 
 @pytest.mark.parametrize("preset", ["deploy", "released"])

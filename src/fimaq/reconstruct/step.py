@@ -170,10 +170,10 @@ class ReconstructionStep:
         bucket = self.tensors["bucket"] = torch.zeros(length, device=self.cache.device)
 
         def own_part(t: Tensors) -> None:
-            t["bucket"].copy_(torch.cat(self._gradients(t)) * share)
+            t["bucket"].copy_(self._gradients(t) * share)
 
         def together(t: Tensors) -> None:
-            self._learn(t, *self._separate(t["bucket"]))
+            self._learn(t, t["bucket"])
 
         before = Replay(*masks, (own_part, self.tensors), compiled=compiled)
         after = Replay((together, self.tensors), compiled=compiled)
@@ -199,17 +199,14 @@ class ReconstructionStep:
     def _step(self, t: Tensors) -> None:
         """Everything else that happens in one iteration; `t` holds all it reads and writes."""
         if len(self.parts) == 1:
-            self._learn(t, *self._gradients(t))
+            self._learn(t, self._gradients(t))
             return
         shares = [(part.stop - part.start) / self.config.batch_size for part in self.parts]
-        found = [torch.cat(self._gradients(t, p)) * share for p, share in zip(self.parts, shares, strict=True)]
-        self._learn(t, *self._separate(sum(found[1:], found[0])))
+        found = [self._gradients(t, part) * share for part, share in zip(self.parts, shares, strict=True)]
+        self._learn(t, sum(found[1:], found[0]))
 
-    def _gradients(self, t: Tensors, part: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the joined roundings and of the joined scales, and the loss (1,) without the penalty.
-
-        Roundings by themselves: the compiler then computes their gradients where their optimiser reads them.
-        """
+    def _gradients(self, t: Tensors, part: slice = slice(None)) -> Tensor:
+        """Gradients of the joined roundings and scales, and the loss without the rounding penalty, end to end."""
         raw, quantized, targets, weights = self._batch(t, part)
         positions = self._positions(t, part)
         bits = iter(_part(t, "mask ").values())  # the inputs take theirs, the rest is for the quantizers
@@ -229,16 +226,13 @@ class ReconstructionStep:
             found = torch.autograd.grad(total, [*roundings, *chain(*leaves)])
         shapes = [self.shapes[n] for n, own in zip(self.learned["scales"], leaves, strict=True) for _ in own]
         scales = iter(_sums(shapes, found[len(roundings) :]))
-        of_scales = [reduce(add, islice(scales, len(own))) for own in leaves]
-        joined = (torch.cat([g.flatten() for g in group]) for group in (found[: len(roundings)], of_scales))
-        return *joined, loss.detach().view(1)
+        gradients = [*found[: len(roundings)], *(reduce(add, islice(scales, len(own))) for own in leaves)]
+        return torch.cat([*(gradient.flatten() for gradient in gradients), loss.detach().view(1)])
 
-    def _separate(self, gradients_and_loss: Tensor) -> tuple[Tensor, ...]:
-        """What `_gradients` found, from one tensor that holds it end to end."""
-        return gradients_and_loss.split([self.tensors[group].numel() for group in self.learned] + [1])
-
-    def _learn(self, t: Tensors, roundings: Tensor, scales: Tensor, loss: Tensor) -> None:
-        """One step of both optimisers, with these gradients."""
+    def _learn(self, t: Tensors, gradients_and_loss: Tensor) -> None:
+        """One step of both optimisers."""
+        sizes = [t[group].numel() for group in self.learned] + [1]
+        roundings, scales, loss = gradients_and_loss.split(sizes)
         t["iteration"] += 1
         share = (t["iteration"] / t["iterations"]).clamp(max=1)
         falling = 0.5 * (1 + torch.cos(math.pi * share))
