@@ -2,11 +2,14 @@
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
+from demo_walk import configured, walk
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fimaq.quant.fake import learned_fake_quantize
+from fimaq.reconstruct import compiled
 from fimaq.reconstruct.cheaper import CHEAPER, exp, gelu, gelu_backward, normal_cdf
 
 WIDE = torch.cat([torch.linspace(-9, 9, 200_001), torch.tensor([0.0, -0.0, 1e-30, 40.0, -40.0, 3e4, -3e4])])
@@ -26,10 +29,11 @@ def test_gelu_and_its_gradient_are_right_to_two_millionths():
     assert (gelu_backward(torch.ones_like(WIDE), WIDE) - exact.grad).abs().max() < 3e-6
 
 
-def test_gelu_keeps_its_type():
+def test_types_are_kept_and_digits_not_lost_on_the_way():
     x = torch.randn(100, dtype=torch.bfloat16)
-    assert gelu(x).dtype == gelu_backward(x, x).dtype == torch.bfloat16
+    assert gelu_backward(x, x).dtype == torch.bfloat16
     torch.testing.assert_close(gelu(x), F.gelu(x))
+    torch.testing.assert_close(exp(x), x.exp())
 
 
 def test_powers_are_right_to_their_last_digits():
@@ -53,8 +57,41 @@ def test_replaced_operators_compute_what_a_function_and_its_gradients_did():
     torch.testing.assert_close(traced(x), _quantized_mlp(x), rtol=1e-4, atol=1e-5)
 
 
-def test_what_has_no_cheaper_form_is_traced_as_it_is():
-    x = torch.randn(16)
-    traced = make_fx(lambda x: F.gelu(x, approximate="tanh"), CHEAPER)(x)
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (lambda x: F.gelu(x, approximate="tanh"), torch.float32),
+        (F.gelu, torch.float64),
+        (torch.exp, torch.float64),
+    ],
+    ids=["tanh", "gelu in double precision", "exp in double precision"],
+)
+def test_what_has_no_cheaper_form_is_traced_as_it_is(function, dtype):
+    x = torch.randn(16, dtype=dtype)
+    traced = make_fx(function, CHEAPER)(x)
     assert {node.target for node in traced.graph.nodes} & set(CHEAPER)
-    torch.testing.assert_close(traced(x), F.gelu(x, approximate="tanh"), rtol=0, atol=0)
+    assert torch.equal(traced(x), function(x))
+
+
+def _losses(compile: bool) -> list[float]:
+    """The first losses of patch embedding and first block of the demo model."""
+    reconstruction, found = walk(configured(method="fima-q", iters=20, compile=compile)), []
+    for index in (0, 1):
+        found += reconstruction.reconstruct(index, lambda iteration, loss: None).losses[:6]
+        reconstruction.advance(index)
+    return [loss for _, loss in found]
+
+
+def test_a_step_of_replaced_operators_learns_what_a_plain_one_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for a GPU, and then run operator by operator."""
+    plain, replaced = _losses(compile=False), []
+
+    def as_it_is(traced: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        replaced.extend(node for node in traced.graph.nodes if node.target is torch.ops.aten.exp2.default)
+        return traced
+
+    monkeypatch.setattr(compiled, "_on_gpu", lambda tensors: tensors.keys() >= {"loss"})
+    monkeypatch.setattr(compiled, "_compile", as_it_is)
+    monkeypatch.setattr(compiled.Replay, "_record", lambda self: None)
+    assert _losses(compile=True) == pytest.approx(plain, rel=1e-4)
+    assert replaced

@@ -1,7 +1,7 @@
 """Times and GPU memory on an NVIDIA H200, fitted to what was measured there (docs/speed.md, "Predicting a run").
 
-A step and a refresh move activations more than they multiply, so their time follows bytes; only in tf32 and fp32
-do the products add to it.
+A refresh moves activations more than it multiplies, so its time follows bytes; that of a step follows bytes and
+operations.
 """
 
 from fimaq.config import Config
@@ -12,12 +12,12 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 STEP_BATCH = 32
 STEP = {
-    "bf16": (0.035e-3, 0.150e-3, 0.0),
-    "tf32": (0.287e-3, 0.211e-3, 0.31e-12),
-    "fp32": (0.287e-3, 0.211e-3, 2.44e-12),
+    "bf16": (0.067e-3, 0.099e-3, 0.110e-12),
+    "tf32": (0.067e-3, 0.185e-3, 0.258e-12),
+    "fp32": (0.067e-3, 0.185e-3, 2.57e-12),
 }
 """A step at that batch: fixed; for each MiB that the unit's layers read per image; for each operation of one
-image. tf32, and fp32 of one model, were measured before rows of attention were aligned and kernels combined."""
+image. fp32 was measured on one model."""
 UNFUSED_SECONDS = 2e-3
 """More in each step that is not compiled."""
 COMPILE_SECONDS = 15.0
@@ -29,7 +29,7 @@ SUFFIX_KEPT = {"bf16": 0.45, "tf32": 1.0, "fp32": 1.0}
 """Of what a suffix keeps in single precision: beside steps in bf16 it runs in float16."""
 SEARCH_PER_TOKEN_BYTE = 8.7 / MEBIBYTE
 """For each byte that the unit's layers read per token; how many tokens are looked at is bounded."""
-SEARCH_BOUNDED, REFRESH_BOUNDED = 4.5, 1.9
+SEARCH_BOUNDED, REFRESH_BOUNDED = 3.8, 1.9
 """How much longer both take with a memory budget: what a search looks at is kept on the host, and fewer images go
 through a suffix at a time."""
 SETUP_SECONDS = 5.0

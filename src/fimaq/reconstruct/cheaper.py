@@ -14,6 +14,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 LOG2_E = math.log2(math.e)
+SINGLE_AT_MOST = (torch.float32, torch.bfloat16, torch.float16)
 TAIL = (-1.0000033, -1.1510179, -0.45952675, -0.05222055, 0.0072295424, -0.00049250165)
 """Coefficients, lowest first, of a polynomial that fits log2 of the normal distribution's tail, Phi(-|x|), with an
 error of Phi of at most 1.2e-6. It falls for all |x| > 6, where it is below -30."""
@@ -30,14 +31,14 @@ def normal_cdf(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    if approximate != "none":
+    if approximate != "none" or x.dtype not in SINGLE_AT_MOST:
         return NotImplemented
     wide = x.float()
     return (wide * normal_cdf(wide)).to(x.dtype)
 
 
 def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
-    if approximate != "none":
+    if approximate != "none" or x.dtype not in SINGLE_AT_MOST:
         return NotImplemented
     wide = x.float()
     density = exp(-0.5 * wide * wide) * (1 / math.sqrt(2 * math.pi))
@@ -45,7 +46,9 @@ def gelu_backward(grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    return torch.exp2(x * LOG2_E) if x.is_floating_point() else NotImplemented
+    if x.dtype not in SINGLE_AT_MOST:
+        return NotImplemented
+    return torch.exp2(x.float() * LOG2_E).to(x.dtype)
 
 
 CHEAPER: dict[Any, Callable[..., Any]] = {

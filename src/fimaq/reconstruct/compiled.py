@@ -51,7 +51,7 @@ class Replay:
     def __init__(
         self, *parts: tuple[Callable[[Tensors], None], Tensors], compiled: bool, kind: Hashable = None
     ) -> None:
-        self.on_gpu = any(t.is_cuda for _, tensors in parts for t in tensors.values())
+        self.on_gpu = any(_on_gpu(tensors) for _, tensors in parts)
         self.parts = [(*part, compile_function(*part, kind) if compiled else None) for part in parts]
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -156,9 +156,8 @@ def trace(function: Callable[[Tensors], None], tensors: Tensors) -> GraphModule:
         function(dict(zip(tensors, values, strict=True)))
         return ()
 
-    replaced = CHEAPER if any(t.is_cuda for t in tensors.values()) else None
-    traced = make_fx(on_values, replaced, tracing_mode="fake", _allow_non_fake_inputs=True)
-    return traced(*tensors.values())
+    replaced = CHEAPER if _on_gpu(tensors) else {}
+    return make_fx(on_values, replaced, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors.values())
 
 
 def _compile(traced: GraphModule, tensors: Tensors) -> Compiled:
@@ -167,7 +166,7 @@ def _compile(traced: GraphModule, tensors: Tensors) -> Compiled:
     The compiler stores its results on disk only where it was told of an environment for symbolic shapes; an
     empty one is enough.
     """
-    if any(t.is_cuda for t in tensors.values()):
+    if _on_gpu(tensors):
         try:
             return _compile_with(UNPADDED | COMBINED, copy.deepcopy(traced), tensors)
         except Exception as error:  # combining is young, and no reason to do without the rest
@@ -180,6 +179,10 @@ def _compile_with(options: dict[str, Any], traced: GraphModule, tensors: Tensors
     examples: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in tensors.values()]
     with tracing(TracingContext(mode)):
         return torch._inductor.compile(traced, examples, options=options)
+
+
+def _on_gpu(tensors: Tensors) -> bool:
+    return any(t.is_cuda for t in tensors.values())
 
 
 def _description(traced: GraphModule, tensors: Tensors) -> str:
