@@ -57,13 +57,12 @@ def test_replaced_operators_compute_what_a_function_and_its_gradients_did():
     torch.testing.assert_close(traced(x), _quantized_mlp(x), rtol=1e-4, atol=1e-5)
 
 
+DOUBLE = torch.float64
+
+
 @pytest.mark.parametrize(
     ("function", "dtype"),
-    [
-        (lambda x: F.gelu(x, approximate="tanh"), torch.float32),
-        (F.gelu, torch.float64),
-        (torch.exp, torch.float64),
-    ],
+    [(lambda x: F.gelu(x, approximate="tanh"), torch.float32), (F.gelu, DOUBLE), (torch.exp, DOUBLE)],
     ids=["tanh", "gelu in double precision", "exp in double precision"],
 )
 def test_what_has_no_cheaper_form_is_traced_as_it_is(function, dtype):
