@@ -53,6 +53,24 @@ def test_output_and_gradients_are_those_of_straight_through(scale_shape, levels,
     torch.testing.assert_close(found[1], reference[1])
 
 
+def test_what_is_in_bf16_has_gradients_in_bf16_and_loses_none_of_the_scales():
+    """The gradient that arrives is one of bf16 too, since what multiplies the output is."""
+    x, grad = torch.randn(SHAPE).bfloat16(), torch.randn(SHAPE).bfloat16()
+    scale, zero_point, levels = torch.full((3, 1, 1), 0.3), torch.tensor(3.0), 7
+    found, wide = (
+        torch.autograd.grad(
+            learned_fake_quantize(given, leaf, zero_point, levels), (given, leaf), grad.to(torch.float32)
+        )
+        for given, leaf in (
+            (x.requires_grad_(), scale.clone().requires_grad_()),
+            (x.detach().float().requires_grad_(), scale.clone().requires_grad_()),
+        )
+    )
+    assert found[0].dtype == torch.bfloat16
+    torch.testing.assert_close(found[0].float(), wide[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[1], wide[1])
+
+
 @pytest.mark.parametrize("row", [511, 512, 768, 1000, 1024])
 def test_the_gradient_of_a_scale_is_the_sum_over_rows_of_any_length(row):
     x, grad = torch.randn(3, row, dtype=torch.float64), torch.randn(3, row, dtype=torch.float64)
