@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fimaq.config import FISHER_METHODS, Config
+from fimaq.models.products import watched
 from fimaq.models.units import UnitChain
 from fimaq.pace import Part
 
@@ -47,8 +48,11 @@ class UnitPlan:
 
 @torch.no_grad()
 def unit_operations(chain: UnitChain, images: Tensor) -> list[int]:
-    """Floating point operations of each unit in one forward pass over `images` (n, C, H, W)."""
-    with FlopCounterMode(display=False) as counter:
+    """Floating point operations of each unit in one forward pass over `images` (n, C, H, W).
+
+    Attention as its two products: PyTorch 2.11 does not count a fused one on a CPU.
+    """
+    with watched(chain.model), FlopCounterMode(display=False) as counter:
         chain.model(images)
     counts, root = counter.get_flop_counts(), type(chain.model).__name__
     return [sum(counts.get(f"{root}.{unit.name}", {}).values()) for unit in chain.units]
