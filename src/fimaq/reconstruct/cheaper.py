@@ -1,7 +1,7 @@
 """Operators in forms that take a GPU fewer instructions, for steps that are compiled.
 
-The element-wise kernels of a step wait for instructions, not for memory: a library's erf alone is half of what a
-quantized GELU computes. What is given up are last bits, about 1e-6 of a GELU.
+The largest element-wise kernels of a step wait for instructions more than for memory: a library's erf alone is
+half of what a quantized GELU computes. What is given up are last bits, about 1e-6 of a GELU.
 """
 
 import math
