@@ -10,8 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fimaq.quant.fake import learned_fake_quantize
 from fimaq.reconstruct import compiled
-from fimaq.reconstruct.cheaper import CHEAPER, exp, gelu, gelu_backward, normal_cdf
+from fimaq.reconstruct.cheaper import CHEAPER, exp, gelu, gelu_backward, normal_cdf, pieces_of
 
+DOUBLE = torch.float64
 WIDE = torch.cat([torch.linspace(-9, 9, 200_001), torch.tensor([0.0, -0.0, 1e-30, 40.0, -40.0, 3e4, -3e4])])
 
 
@@ -42,6 +43,27 @@ def test_powers_are_right_to_their_last_digits():
     assert exp(torch.tensor(-math.inf)) == 0
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (DOUBLE, 1e-14)])
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(24, 32 * 197, 48), (10, 7 * 300, 70)])
+def test_a_long_product_in_pieces_is_the_product(rows, inner, columns, dtype, error):
+    left, right = torch.randn(inner, rows, dtype=dtype).T, torch.randn(inner, columns, dtype=dtype)
+    traced = make_fx(torch.mm, CHEAPER)(left, right)
+    assert torch.ops.aten.bmm.default in {node.target for node in traced.graph.nodes}
+    exact = left.double() @ right.double()
+    found = traced(left, right)
+    assert found.dtype == dtype
+    assert (found - exact).norm() / exact.norm() < error
+
+
+def test_products_are_cut_only_where_a_gpu_would_not_be_busy():
+    tokens = 32 * 197
+    assert pieces_of(tokens, 576, 192) == 8
+    assert pieces_of(tokens, 2304, 768) == 1  # enough tiles as it is
+    assert pieces_of(192, tokens, 576) == 1
+    assert pieces_of(192, 32, 16) == 1  # too short
+    assert pieces_of(9973, 48, 48) == 1  # a prime number of terms
+
+
 def _quantized_mlp(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().requires_grad_()
     scale = torch.tensor(0.25).requires_grad_()
@@ -55,9 +77,6 @@ def test_replaced_operators_compute_what_a_function_and_its_gradients_did():
     left = {str(node.target) for node in traced.graph.nodes} & {str(operator) for operator in CHEAPER}
     assert not left
     torch.testing.assert_close(traced(x), _quantized_mlp(x), rtol=1e-4, atol=1e-5)
-
-
-DOUBLE = torch.float64
 
 
 @pytest.mark.parametrize(
