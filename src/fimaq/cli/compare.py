@@ -35,6 +35,9 @@ def compare(
     precision: options.Precision = None,
     memory_budget: options.MemoryBudget = None,
     host_budget: options.HostBudget = None,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Cells to run at the same time, each in a process of this machine.")
+    ] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Run cells side by side with Ray, on this machine.")] = False,
     ray_address: Annotated[
         str | None, typer.Option(help="The same on a running Ray cluster: HOST:PORT, or auto for the one here.")
@@ -52,10 +55,11 @@ def compare(
     """
     from fimaq.cli.detection import USUAL
     from fimaq.cli.values import folder_settings
+    from fimaq.compare.processes import in_processes
     from fimaq.compare.ray_tasks import RayUse, on_ray, require_ray
     from fimaq.compare.runner import one_by_one, run_suite
     from fimaq.compare.suite import expand, read_suite
-    from fimaq.errors import FimaqError
+    from fimaq.errors import FimaqError, InputError
     from fimaq.progress import for_terminal
 
     given = {name: value for name, value in locals().items() if name in Config.model_fields and value is not None}
@@ -70,9 +74,14 @@ def compare(
     )
     with_ray = ray or ray_address is not None
     if with_ray:
+        if at_once > 1:
+            raise InputError(f"--at-once {at_once} is for runs without Ray, which spreads cells by itself")
         require_ray(ray_address)
     _check_cells([cell.config for cell in cells], with_ray)
-    work = on_ray(_run, RayUse(ray_address, per_gpu, cpus_per_cell)) if with_ray else one_by_one(_run)
+    if with_ray:
+        work = on_ray(_run, RayUse(ray_address, per_gpu, cpus_per_cell))
+    else:
+        work = in_processes(_run, at_once) if at_once > 1 else one_by_one(_run)
     with for_terminal() as progress:
         report = run_suite(wanted, cells, out, work, progress)
     if as_json:

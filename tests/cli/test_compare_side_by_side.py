@@ -1,11 +1,13 @@
-"""fimaq compare --ray: the same tables as without, from a real Ray with two workers."""
+"""fimaq compare --at-once and --ray: the tables of one cell after the other, by real processes and a real Ray."""
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,19 @@ from command_line import ARGUMENTS, CLASSES, ENVIRONMENT, MODEL, World, assert_r
 
 from fimaq.compare import ray_tasks
 
+in_both_ways = pytest.mark.parametrize("flags", [("--at-once", "2"), ("--ray",)], ids=["processes", "Ray"])
 VARYING = ("seconds", "memory")
 PATIENCE = 240.0
 
 
+def skip_without_ray(flags: Sequence[str]) -> None:
+    if "--ray" in flags:
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'fimaq[ray]'")
+
+
 @pytest.fixture
 def needs_ray() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'fimaq[ray]'")
+    skip_without_ray(["--ray"])
 
 
 def write_suite(folder: Path, world: World, grid: str, iters: int = 3, **weights: Path) -> Path:
@@ -45,19 +53,21 @@ def cells(out: Path) -> dict[str, Any]:
     return {cell["name"]: {k: v for k, v in cell["measures"].items() if k not in VARYING} for cell in found}
 
 
-@pytest.mark.usefixtures("needs_ray")
-def test_tables_are_those_without_ray_and_a_failing_cell_is_tried_twice(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_both_ways
+def test_tables_are_those_of_one_after_the_other_and_a_failing_cell_is_named(
+    flags: tuple[str, ...], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_without_ray(flags)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # two cells with one thread each
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"no weights")
     suite = write_suite(tmp_path, world, "{model: [bad, tiny], method: [fima-q]}", bad=bad)
     alone, spread = tmp_path / "alone", tmp_path / "spread"
     assert fimaq("compare", suite, "--data", world.data, "--out", alone).code == 1
-    outcome = fimaq("compare", suite, "--data", world.data, "--out", spread, "--ray", "--json")
+    outcome = fimaq("compare", suite, "--data", world.data, "--out", spread, *flags, "--json")
     assert outcome.code == 1, outcome.err
-    assert outcome.err.count("cell 1 of 2 failed and is tried again") == 1
+    assert outcome.err.count("cell 1 of 2 failed and is tried again") == ("--ray" in flags)
     assert "fimaq: 1 of 2 cells failed, such as bad-w4a4-fima-q-seed-0" in outcome.err
     assert [cell["state"] for cell in json.loads(outcome.out)["cells"]] == ["failed", "done"]
     assert table(spread) == table(alone)
@@ -77,19 +87,18 @@ def test_what_is_finished_needs_no_ray(world: World, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("needs_ray")
-def test_an_interrupt_keeps_finished_cells_and_the_driver_goes_on(world: World, tmp_path: Path) -> None:
+@in_both_ways
+def test_an_interrupt_keeps_finished_cells_and_the_driver_goes_on(
+    flags: tuple[str, ...], world: World, tmp_path: Path
+) -> None:
+    skip_without_ray(flags)
     suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn, qdrop]}", iters=600)
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "fimaq", "compare", suite, "--data", world.data, "--out", out, "--ray"]
+    command = [sys.executable, "-m", "fimaq", "compare", suite, "--data", world.data, "--out", out, *flags]
     quick, long = (out / "runs" / f"tiny-w4a4-{method}-seed-0" for method in ("rtn", "qdrop"))
     driver = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + PATIENCE
-    done = '"state": "done"'
-    while not list(long.glob("checkpoint/unit-000*")) or done not in (out / "compare.json").read_text():
-        assert time.monotonic() < deadline
-        assert driver.poll() is None, driver.communicate()
-        time.sleep(0.1)
+    wait_for(lambda: bool(list(long.glob("checkpoint/unit-000*"))), driver)
+    wait_for(lambda: '"state": "done"' in (out / "compare.json").read_text(), driver)
     driver.send_signal(signal.SIGINT)
     _, errors = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 130, errors
@@ -124,3 +133,82 @@ def test_an_address_where_nobody_listens_is_refused(world: World, tmp_path: Path
     )
     assert_refused(outcome, "127.0.0.1:9")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cell_whose_process_is_killed_fails_and_the_others_go_on(world: World, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, world, "{model: [tiny], method: [qdrop, rtn]}", iters=100_000)
+    out = tmp_path / "out"
+    long = out / "runs" / "tiny-w4a4-qdrop-seed-0"
+    command = [
+        sys.executable,
+        "-m",
+        "fimaq",
+        "compare",
+        suite,
+        "--data",
+        world.data,
+        "--out",
+        out,
+        "--at-once",
+        "2",
+    ]
+    driver = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: (long / "events.jsonl").exists(), driver)
+    (number,) = [p for p in children_of(driver.pid) if _has_open(p, long)]
+    os.kill(number, signal.SIGKILL)
+    _, errors = driver.communicate(timeout=PATIENCE)
+    assert driver.returncode == 1, errors
+    assert "its process ended with exit code -9" in errors
+    assert [cell["state"] for cell in json.loads((out / "compare.json").read_text())["cells"]] == [
+        "failed",
+        "done",
+    ]
+
+
+def test_cells_end_with_the_command_that_started_them(world: World, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, world, "{model: [tiny], method: [qdrop, brecq]}", iters=100_000)
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "fimaq",
+        "compare",
+        suite,
+        "--data",
+        world.data,
+        "--out",
+        out,
+        "--at-once",
+        "2",
+    ]
+    driver = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: len(list(out.glob("runs/*/events.jsonl"))) == 2, driver)
+    cells = [p for p in children_of(driver.pid) if any(_has_open(p, path) for path in out.glob("runs/*"))]
+    assert len(cells) == 2
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: not any(Path(f"/proc/{number}/fd").exists() for number in cells))
+
+
+def test_ray_and_processes_are_not_asked_for_together(world: World, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn]}")
+    outcome = fimaq("compare", suite, "--data", world.data, "--out", tmp_path / "out", "--at-once", "2", "--ray")
+    assert_refused(outcome, "--at-once 2")
+
+
+def wait_for(happened: Callable[[], bool], driver: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline
+        assert driver is None or driver.poll() is None
+        time.sleep(0.1)
+
+
+def children_of(number: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
+
+
+def _has_open(number: int, folder: Path) -> bool:
+    """Whether a process has a file below `folder` open: a run directory is locked by who works in it."""
+    links = Path(f"/proc/{number}/fd").iterdir()
+    return any(str(folder) in os.readlink(link) for link in links)
