@@ -187,13 +187,15 @@ def _measure_whole(walk: Reconstruction) -> dict[str, Any]:
         walk.reconstruct(index, lambda iteration, loss: None)
         walk.advance(index)
 
-    seconds = {}
+    seconds, searches, search = {}, [], walk.search_ranges
+    walk.search_ranges = lambda unit: searches.append(timed(lambda: search(unit)))  # type: ignore[method-assign]
     for index, unit in enumerate(walk.chain.units):
         seconds[unit.name] = round(timed(lambda index=index: run(index)), 2)
         print(f"{unit.name} {seconds[unit.name]} s", flush=True)
     walk.cache.close()
     return {
         "whole run, min": round(sum(seconds.values()) / 60, 2),
+        "range searches, s": round(sum(searches), 2),
         "peak GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2),
         "seconds by unit": seconds,
     }

@@ -135,6 +135,7 @@ def test_an_address_where_nobody_listens_is_refused(world: World, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_cell_whose_process_is_killed_fails_and_the_others_go_on(world: World, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, world, "{model: [tiny], method: [qdrop, rtn]}", iters=100_000)
     out = tmp_path / "out"
