@@ -48,6 +48,10 @@ def table(out: Path) -> list[dict[str, str]]:
     return [{k: v for k, v in line.items() if k.removesuffix("_spread") not in VARYING} for line in lines]
 
 
+def side_by_side(suite: Path, world: World, out: Path, *flags: str) -> list[Any]:
+    return [sys.executable, "-m", "fimaq", "compare", suite, "--data", world.data, "--out", out, *flags]
+
+
 def cells(out: Path) -> dict[str, Any]:
     found = json.loads((out / "compare.json").read_text())["cells"]
     return {cell["name"]: {k: v for k, v in cell["measures"].items() if k not in VARYING} for cell in found}
@@ -94,7 +98,7 @@ def test_an_interrupt_keeps_finished_cells_and_the_driver_goes_on(
     skip_without_ray(flags)
     suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn, qdrop]}", iters=600)
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "fimaq", "compare", suite, "--data", world.data, "--out", out, *flags]
+    command = side_by_side(suite, world, out, *flags)
     quick, long = (out / "runs" / f"tiny-w4a4-{method}-seed-0" for method in ("rtn", "qdrop"))
     driver = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: bool(list(long.glob("checkpoint/unit-000*"))), driver)
@@ -140,19 +144,7 @@ def test_a_cell_whose_process_is_killed_fails_and_the_others_go_on(world: World,
     suite = write_suite(tmp_path, world, "{model: [tiny], method: [qdrop, rtn]}", iters=100_000)
     out = tmp_path / "out"
     long = out / "runs" / "tiny-w4a4-qdrop-seed-0"
-    command = [
-        sys.executable,
-        "-m",
-        "fimaq",
-        "compare",
-        suite,
-        "--data",
-        world.data,
-        "--out",
-        out,
-        "--at-once",
-        "2",
-    ]
+    command = side_by_side(suite, world, out, "--at-once", "2")
     driver = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: (long / "events.jsonl").exists(), driver)
     (number,) = [p for p in children_of(driver.pid) if _has_open(p, long)]
@@ -169,19 +161,7 @@ def test_a_cell_whose_process_is_killed_fails_and_the_others_go_on(world: World,
 def test_cells_end_with_the_command_that_started_them(world: World, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, world, "{model: [tiny], method: [qdrop, brecq]}", iters=100_000)
     out = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "fimaq",
-        "compare",
-        suite,
-        "--data",
-        world.data,
-        "--out",
-        out,
-        "--at-once",
-        "2",
-    ]
+    command = side_by_side(suite, world, out, "--at-once", "2")
     driver = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     wait_for(lambda: len(list(out.glob("runs/*/events.jsonl"))) == 2, driver)
     cells = [p for p in children_of(driver.pid) if any(_has_open(p, path) for path in out.glob("runs/*"))]
