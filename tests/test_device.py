@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fimaq.config import Config
-from fimaq.device import numerics, with_precision
+from fimaq.device import numerics, onednn_is_exact, with_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -46,3 +46,34 @@ def test_tf32_is_allowed_where_the_precision_says_so_and_only_there(precision: s
     with numerics(Config.create(precision=precision)):
         assert torch.backends.cuda.matmul.allow_tf32 is allowed
     assert torch.backends.cuda.matmul.allow_tf32 is before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_cpu_multiplies_in_single_precision(precision: str) -> None:
+    left, right = torch.randn(300, 200), torch.randn(200, 100)
+    exact = left.double() @ right.double()
+    with numerics(Config.create(precision=precision)):
+        found = left @ right
+    assert (found - exact).norm() / exact.norm() < 1e-6
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_cpu_asks_onednn_where_that_is_exact_and_only_meanwhile(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fimaq.device.onednn_is_exact", lambda: exact)
+    library = torch.backends.mkldnn.matmul
+    before = library.fp32_precision
+    with numerics(Config.create()):
+        assert library.fp32_precision == ("bf16" if exact else before)
+    assert library.fp32_precision == before
+
+
+def test_a_library_that_rounds_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = torch.Tensor.__matmul__
+
+    def rounding(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return product(x, y) if x.dtype == torch.float64 else product(x.bfloat16(), y.bfloat16()).float()
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
+    assert not onednn_is_exact.__wrapped__()

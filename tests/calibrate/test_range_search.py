@@ -108,7 +108,7 @@ def test_a_candidate_without_a_number_for_an_error_is_not_chosen():
 
 def test_chunks_change_nothing(monkeypatch):
     x = _normal(100)
-    monkeypatch.setattr(search, "CHUNK_ELEMENTS", 700)
+    monkeypatch.setattr(search, "CHUNK_ELEMENTS", {"cpu": 700})
     sizes = []
 
     def errors(scale: Tensor, zero_point: Tensor) -> Tensor:

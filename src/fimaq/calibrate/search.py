@@ -19,8 +19,8 @@ TOKEN_SHRINK = tuple(0.88**step for step in range(-5, 19))
 COARSE_ZERO_POINTS = 7
 CENTRED = -1
 """Stands for the zero point that keeps the observed range centred; right while nothing is clipped."""
-CHUNK_ELEMENTS = 2**25
-"""Largest intermediate of the search, in elements: bounds memory, and keeps a CPU inside its caches."""
+CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
+"""Largest intermediate of the search, in elements: bounds memory, and keeps a CPU inside its cache."""
 
 
 def search_range(
@@ -60,10 +60,11 @@ def in_chunks(error_of: ErrorOf, elements: int) -> ErrorOf:
 
     `elements`: size of the largest intermediate for one candidate.
     """
-    at_once = max(1, CHUNK_ELEMENTS // max(1, elements))
+    at_once: int | None = None
 
     def chunked(scale: Tensor, zero_point: Tensor) -> Tensor:
         nonlocal at_once
+        at_once = at_once or max(1, CHUNK_ELEMENTS[scale.device.type] // max(1, elements))
         while True:
             parts = zip(scale.split(at_once), zero_point.split(at_once), strict=True)
             try:

@@ -131,7 +131,7 @@ def _host_bytes(sizes: Sizes, lists: Forecast, sweep: int, config: Config, devic
     working = [
         held[HOST] + max(suffix, looked_at) for held, suffix in zip(lists.while_learning, suffixes, strict=True)
     ]
-    tried = SEARCH_COPIES * min(4 * CHUNK_ELEMENTS, SEARCH_CANDIDATES * looked_at)
+    tried = SEARCH_COPIES * min(4 * CHUNK_ELEMENTS["cpu"], SEARCH_CANDIDATES * looked_at)
     return int(CPU_LIBRARIES + CPU_REST + tried + kept + max(lists.on_host, *working))
 
 

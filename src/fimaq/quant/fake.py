@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fimaq.quant import blocks
 from fimaq.quant.masks import chosen
-
-LONG_ROW, PIECE = 512, 256
-"""Elements of a row beyond which, and pieces in which, a gradient is summed up."""
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
@@ -31,10 +29,14 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> 
 
     Counted from the zero point, and each result written over the one before: less memory traffic.
     """
-    return torch.round(x / scale).clamp_(-zero_point, levels - zero_point).mul_(scale)
+    if blocks.fits(x, scale) and not x.requires_grad:
+        return blocks.quantized(x, scale, zero_point, levels)
+    return blocks.clamp_(torch.round(x / scale), -zero_point, levels - zero_point).mul_(scale)
 
 
 def _forward(x: Tensor, scale: Tensor, zero_point: Tensor, levels: Tensor | int, dropped: Tensor | None) -> Tensor:
+    if blocks.fits(x, scale):
+        return blocks.quantized(x, scale, zero_point, levels, dropped)
     steps = torch.clamp(torch.round(x / scale), -zero_point, levels - zero_point)
     quantized = steps * scale
     return quantized if dropped is None else chosen(dropped, x, quantized)
@@ -48,6 +50,8 @@ def _backward(
     Large tensors are written over once they are not needed: without a compiler, new ones cost more than the
     arithmetic.
     """
+    if blocks.fits(x, scale) and blocks.has_scales_for_each_image(x, scale):
+        return blocks.gradients(grad, x, scale, zero_point, levels, dropped)
     scaled = x / scale
     rounded = torch.round(scaled)
     steps = torch.clamp(rounded, -zero_point, levels - zero_point)
@@ -59,21 +63,7 @@ def _backward(
     of_scale = steps.mul_(grad).addcmul_(scaled, of_x, value=-1)  # (steps - scaled where inside) * grad
     if dropped is not None:
         of_scale = of_scale.mul_(~dropped)
-    return of_x, _sum_to(scale, of_scale)
-
-
-def _sum_to(scale: Tensor, of_elements: Tensor) -> Tensor:
-    """The sums (shaped like `scale`) of what each element says of the scale that it has.
-
-    Rows first, and long ones in pieces: the kernel that computes the elements can sum up each in registers, and
-    they need not be stored.
-    """
-    if of_elements.dim() > 0 and (scale.dim() == 0 or scale.size(-1) == 1):
-        row = of_elements.size(-1)
-        if row > LONG_ROW and row % PIECE == 0:
-            of_elements = of_elements.unflatten(-1, (-1, PIECE)).sum(-1, dtype=scale.dtype)
-        of_elements = of_elements.sum(-1, keepdim=True, dtype=scale.dtype)
-    return of_elements.sum_to_size(scale.shape)
+    return of_x, blocks.sum_to(scale, of_scale)
 
 
 class _LearnedScale(torch.autograd.Function):

@@ -8,13 +8,15 @@ differently in every library, and a low-bit network turns the last bit into anot
 import torch
 from torch import Tensor
 
+from fimaq.quant.blocks import clamp_
+
 EXACT_BELOW = 2**24
 """Whole numbers that float32 holds exactly; sums that could be larger are computed in float64."""
 
 
 def steps_of(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
     """Code minus zero point, as floats: the whole number of scales that quantized x is away from zero."""
-    return torch.clamp(torch.round(x / scale), -zero_point, levels - zero_point)
+    return clamp_(torch.round(x / scale), -zero_point, levels - zero_point)
 
 
 def exact_type(terms: int, left_levels: int, right_levels: int) -> torch.dtype:

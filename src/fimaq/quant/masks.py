@@ -100,7 +100,12 @@ def chosen(mask: Tensor, where_true: Tensor, where_false: Tensor) -> Tensor:
     """
     if mask.is_cuda:
         return torch.where(mask, where_true.to(where_false.dtype), where_false)
-    return torch.lerp(where_false, where_true.to(where_false.dtype), mask.to(where_false.dtype))
+    return torch.lerp(where_false, where_true.to(where_false.dtype), numbers(mask, where_false))
+
+
+def numbers(mask: Tensor, like: Tensor) -> Tensor:
+    """1 where a boolean mask is true, else 0, in the type of `like`. Of bytes a CPU makes them faster."""
+    return mask.view(torch.uint8).to(like.dtype)
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
