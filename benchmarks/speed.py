@@ -147,7 +147,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
         torch.manual_seed(0)
         built = timm.create_model(model, img_size=int(img_size), **arguments).eval()
-        return _walk(built, torch.randn(int(images), 3, int(img_size), int(img_size)), up_to, config)
+        return walk_to(built, torch.randn(int(images), 3, int(img_size), int(img_size)), up_to, config)
 
     with numerics(config), bounded(torch.device("cuda"), config.memory_budget):
         if options.whole:
@@ -164,9 +164,9 @@ def measure(
     return row
 
 
-def _walk(built: nn.Module, images: Tensor, index: int, config: Config) -> Reconstruction:
+def walk_to(built: nn.Module, images: Tensor, index: int, config: Config) -> Reconstruction:
     """Up to unit `index`, with full precision before it."""
-    device = torch.device("cuda")
+    device = torch.device(config.device)
     built.to(device)
     example = images[:2].to(device)
     rescaled = config.preset == "deploy"

@@ -19,7 +19,7 @@ TOKEN_SHRINK = tuple(0.88**step for step in range(-5, 19))
 COARSE_ZERO_POINTS = 7
 CENTRED = -1
 """Stands for the zero point that keeps the observed range centred; right while nothing is clipped."""
-CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 """Largest intermediate of the search, in elements: bounds memory, and keeps a CPU inside its cache."""
 
 

@@ -22,7 +22,7 @@ LONG_ROW, PIECE = 512, 256
 
 def on_cpu(x: Tensor) -> bool:
     """Whether x is really on a CPU: what stands for a tensor while a function is traced says it is, too."""
-    return type(x) is Tensor and x.device.type == "cpu"
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def fits(x: Tensor, scale: Tensor) -> bool:

@@ -21,6 +21,8 @@ from fimaq.models.units import UnitChain
 
 SWEEP = 64
 """Images of USUAL_PIXELS at a time when a unit or a suffix is run over the calibration set, if memory allows."""
+CPU_SWEEP = 32
+"""The same on a CPU, where more are slower: larger tensors are asked of the system, page by page, each time."""
 USUAL_PIXELS = 384 * 384
 SHARE = 1 / 3
 HOST_SHARE = 2 / 3
@@ -80,11 +82,13 @@ def looked_at(images: Tensor) -> int:
 def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> int:
     """How many images at a time may run through the longest suffix and back: a power of two, at most `sweep_of`.
 
-    `images`: a few on the device, on which it is tried out. Without a budget, and on a CPU, always `sweep_of`: the
+    `images`: a few on the device, on which it is tried out. Without a budget, and on a CPU, always the same: the
     sums over images should not depend on what else happens to run on the machine.
     """
     most = sweep_of(images)
-    if budget is None or not images.is_cuda:
+    if not images.is_cuda:
+        return min(most, CPU_SWEEP)
+    if budget is None:
         return most
 
     def gradients() -> None:
