@@ -77,3 +77,12 @@ def test_a_library_that_rounds_is_found_out(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
     assert not onednn_is_exact.__wrapped__()
+
+
+def test_one_process_with_the_bits_of_several_keeps_to_the_usual_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fimaq.device.onednn_is_exact", lambda: True)
+    library = torch.backends.mkldnn.matmul
+    with numerics(Config.create(parts=2)):
+        assert library.fp32_precision == "none"
+    with numerics(Config.create(parts=1)):
+        assert library.fp32_precision == "bf16"

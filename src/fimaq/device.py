@@ -10,6 +10,7 @@ import torch
 
 from fimaq.config import Config
 from fimaq.errors import FimaqError, InputError
+from fimaq.ranks import ALONE, Ranks
 
 
 def choose_device(name: str) -> torch.device:
@@ -40,14 +41,19 @@ def with_precision(config: Config, device: torch.device) -> Config:
 
 
 @contextlib.contextmanager
-def numerics(config: Config) -> Iterator[None]:
-    """TF32 on a GPU as the precision says, the faster library on a CPU, and the same bits every time."""
+def numerics(config: Config, ranks: Ranks = ALONE) -> Iterator[None]:
+    """TF32 on a GPU as the precision says, the faster library on a CPU, and the same bits every time.
+
+    Several ranks, and one process that shall have their bits, keep to PyTorch's usual library: with it, what comes
+    of an image depends least on how many others are beside it.
+    """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark)
     tf32 = config.precision in ("tf32", "bf16")
     matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = tf32, tf32, True, False
     try:
-        with fast_products():
+        alone = ranks.size == 1 and config.parts in (None, 1)
+        with fast_products() if alone else contextlib.nullcontext():
             yield
     except torch.cuda.OutOfMemoryError as error:
         asked = f" within --memory-budget {config.memory_budget} bytes" if config.memory_budget else ""

@@ -137,7 +137,7 @@ def run_quantization(
     check_ranks(ranks, config, count)
     check_finite(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(numerics(config))
+        stack.enter_context(numerics(config, ranks))
         stack.enter_context(bounded(device, config.memory_budget))
         stack.enter_context(torch.random.fork_rng())
         journal = stack.enter_context(Journal(progress, device))

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fimaq.quant.masks import numbers
-
 BLOCK = 2**18
 """Elements at a time: 1 MiB, so that the half dozen tensors of a chain fit a cache."""
 LONG_ROW, PIECE = 512, 256
@@ -92,6 +90,11 @@ def clamp_(x: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
     if not on_cpu(x) or x.requires_grad:
         return x.clamp_(lowest, highest)
     return torch.minimum(torch.maximum(x, lowest, out=x), highest, out=x)
+
+
+def numbers(mask: Tensor, like: Tensor) -> Tensor:
+    """1 where a boolean mask is true, else 0, in the type of `like`."""
+    return (mask.view(torch.uint8) if on_cpu(mask) else mask).to(like.dtype)
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:

@@ -9,6 +9,8 @@ Rows of a mask are filled up to multiples of 8: where a GPU fills up what it mas
 import torch
 from torch import Tensor
 
+from fimaq.quant.blocks import numbers
+
 GOLDEN = 0x9E3779B9 - 2**32
 """2^32 divided by the golden ratio, as a signed integer: spreads consecutive numbers over all words."""
 WORD = 32
@@ -101,11 +103,6 @@ def chosen(mask: Tensor, where_true: Tensor, where_false: Tensor) -> Tensor:
     if mask.is_cuda:
         return torch.where(mask, where_true.to(where_false.dtype), where_false)
     return torch.lerp(where_false, where_true.to(where_false.dtype), numbers(mask, where_false))
-
-
-def numbers(mask: Tensor, like: Tensor) -> Tensor:
-    """1 where a boolean mask is true, else 0, in the type of `like`. Of bytes a CPU makes them faster."""
-    return mask.view(torch.uint8).to(like.dtype)
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
