@@ -16,7 +16,7 @@ from fimaq.predict import fitted, timed
 from fimaq.predict.sizes import Sizes, count_sizes
 from fimaq.reconstruct.cache import GPU, HOST, PINNED
 from fimaq.reconstruct.forecast import Forecast, forecast_lists
-from fimaq.reconstruct.memory import SHARE, free_bytes, sweep_of
+from fimaq.reconstruct.memory import SHARE, free_bytes, sweep_on
 from fimaq.reconstruct.plan import UnitPlan, plan
 
 GIBIBYTE = 2**30
@@ -80,7 +80,7 @@ def predict_on(device: torch.device, chain: UnitChain, sizes: Sizes, config: Con
     on_gpu = device.type == "cuda"
     resident = int(fitted.HOST_LIBRARIES + _kept(sizes, config)) if on_gpu else 0
     lists = forecast_lists(chain, image, config, device, free_memory(device), resident)
-    sweep = _sweep(sizes, config, device, sweep_of(image))
+    sweep = _sweep(sizes, config, device, sweep_on(device, image))
     return Prediction(
         model=str(config.model),
         device=str(device),

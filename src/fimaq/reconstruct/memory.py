@@ -74,21 +74,24 @@ def sweep_of(images: Tensor) -> int:
     return min(SWEEP, 1 << max(0, fitting.bit_length() - 1))
 
 
+def sweep_on(device: torch.device, images: Tensor) -> int:
+    """How many of these images may run through a suffix and back together on this device, at most."""
+    return sweep_of(images) if device.type == "cuda" else min(sweep_of(images), CPU_SWEEP)
+
+
 def looked_at(images: Tensor) -> int:
     """How many of these images are looked at for ties: no more than can be looked at together."""
     return min(LOOKED_AT, sweep_of(images))
 
 
 def affordable_sweep(chain: UnitChain, images: Tensor, budget: int | None) -> int:
-    """How many images at a time may run through the longest suffix and back: a power of two, at most `sweep_of`.
+    """How many images at a time may run through the longest suffix and back: a power of two, at most `sweep_on`.
 
     `images`: a few on the device, on which it is tried out. Without a budget, and on a CPU, always the same: the
     sums over images should not depend on what else happens to run on the machine.
     """
-    most = sweep_of(images)
-    if not images.is_cuda:
-        return min(most, CPU_SWEEP)
-    if budget is None:
+    most = sweep_on(images.device, images)
+    if budget is None or not images.is_cuda:
         return most
 
     def gradients() -> None:
