@@ -14,6 +14,8 @@ from torch import Tensor
 
 BLOCK = 2**18
 """Elements at a time: 1 MiB, so that the half dozen tensors of a chain fit a cache."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their size in bytes."""
 LONG_ROW, PIECE = 512, 256
 """Elements of a row beyond which, and pieces in which, a gradient is summed up."""
 
@@ -44,7 +46,7 @@ def quantized(
         torch.div(own, own_scale, out=out).round_()
         clamp_(out, _of(lowest, x, rows), _of(highest, x, rows)).mul_(own_scale)
         if dropped is not None:
-            torch.lerp(out, own, numbers(dropped[rows], x), out=out)
+            replace_(out, dropped[rows], own)
     return result
 
 
@@ -90,6 +92,19 @@ def clamp_(x: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
     if not on_cpu(x) or x.requires_grad:
         return x.clamp_(lowest, highest)
     return torch.minimum(torch.maximum(x, lowest, out=x), highest, out=x)
+
+
+def replace_(x: Tensor, mask: Tensor, other: Tensor) -> Tensor:
+    """x, written over with `other` (of its type) where `mask` is true.
+
+    Bit by bit: a processor guesses a random branch wrong every other time, so that `torch.where` takes eight times
+    as long.
+    """
+    whole = INTEGERS[x.element_size()]
+    differing = x.view(whole).bitwise_xor(other.view(whole))
+    differing &= numbers(mask, differing).neg_()  # all bits or none
+    x.view(whole).bitwise_xor_(differing)
+    return x
 
 
 def numbers(mask: Tensor, like: Tensor) -> Tensor:
