@@ -17,7 +17,7 @@ from fimaq.reconstruct import cache as cache_module
 from fimaq.reconstruct.algorithm import Reconstruction
 from fimaq.reconstruct.cache import ActivationCache
 
-SHAPES = [torch.Size([4]), torch.Size([2, 3])]
+ROWS = [torch.zeros(1, 4), torch.zeros(1, 2, 3)]
 HOST_MESSAGE = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
 
 
@@ -47,7 +47,7 @@ def test_what_does_not_fit_goes_where_there_is_room(
     refuse_memory(monkeypatch, gpu, host)
     cache = ActivationCache(8, torch.device("cuda"), tmp_path)
     tally.fault()
-    cache.allocate("outputs", SHAPES, torch.float32)
+    cache.allocate("outputs", ROWS)
     assert cache.places == {"outputs": place}
     assert [tensor.shape for tensor in cache.stored("outputs")] == [(8, 4), (8, 2, 3)]
     cache.close()
@@ -60,7 +60,7 @@ def test_another_error_while_allocating_is_not_hidden(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(cache_module.torch, "empty", empty)
     with pytest.raises(RuntimeError, match="illegal"):
-        ActivationCache(8, torch.device("cpu"), tmp_path).allocate("outputs", SHAPES, torch.float32)
+        ActivationCache(8, torch.device("cpu"), tmp_path).allocate("outputs", ROWS)
 
 
 def test_a_run_whose_activations_fit_nowhere_but_on_disk_gives_the_same_bits(
@@ -97,7 +97,7 @@ def test_activations_that_fit_nowhere_are_an_error_and_leave_no_files(
 def test_a_file_that_a_killed_cache_left_is_removed_on_resuming(tmp_path: Path, tally: Tally) -> None:
     with RunDirectory.create(tmp_path, {"settings": {}}, resume=False):
         cache = ActivationCache(8, torch.device("cpu"), tmp_path / "checkpoint", budget=1)
-        cache.allocate("outputs", SHAPES, torch.float32)
+        cache.allocate("outputs", ROWS)
     assert len(list((tmp_path / "checkpoint").iterdir())) == 2
     tally.fault()
     with RunDirectory.create(tmp_path, {"settings": {}}, resume=True):

@@ -85,6 +85,14 @@ def test_the_type_of_what_is_written_is_kept(cache: ActivationCache) -> None:
     assert codes[:, 0].tolist() == list(range(COUNT))
 
 
+def test_each_tensor_of_a_list_keeps_its_own_type(cache: ActivationCache) -> None:
+    activations, mask = torch.randn(COUNT, 3), torch.rand(COUNT, 5) < 0.5
+    cache.write("inputs", 0, [activations, mask])
+    rows = cache.rows("inputs", 0, COUNT)
+    assert [row.dtype for row in rows] == [torch.float32, torch.bool]
+    assert all(torch.equal(row, given) for row, given in zip(rows, (activations, mask), strict=True))
+
+
 def test_renaming_replaces_what_had_the_name(cache: ActivationCache, place: str, tmp_path: Path) -> None:
     cache.write("inputs", 0, [torch.zeros(COUNT, 7)])
     tensors = filled(cache, "next")

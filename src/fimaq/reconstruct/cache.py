@@ -53,23 +53,22 @@ class ActivationCache:
         self._files: dict[str, list[Path]] = {}
         self._mapped: dict[str, list[mmap.mmap]] = {}
 
-    def allocate(
-        self, name: str, shapes: Sequence[torch.Size], dtype: torch.dtype, count: int | None = None
-    ) -> None:
-        """Make room for one tensor (images, *shape) per shape, in place of what `name` held before.
+    def allocate(self, name: str, rows: Sequence[Tensor], count: int | None = None) -> None:
+        """Make room for one tensor of all images per tensor in `rows`, in place of what `name` held before.
 
         `count`: of the first so many images, if not of all.
         """
         self.drop(name)
-        shapes = [torch.Size([self.held if count is None else self.ranks.share(count), *s]) for s in shapes]
-        size = sum(shape.numel() for shape in shapes) * dtype.itemsize
+        images = self.held if count is None else self.ranks.share(count)
+        kinds = [(torch.Size([images, *r.shape[1:]]), r.dtype) for r in rows]
+        size = sum(shape.numel() * dtype.itemsize for shape, dtype in kinds)
         for place in self.places_for(size):
-            tensors = self._in_memory(place, shapes, dtype)
+            tensors = self._in_memory(place, kinds)
             if tensors is not None:
                 break
         else:
             place = DISK
-            tensors = [self._on_disk(name, s, dtype) for s in shapes]
+            tensors = [self._on_disk(name, *kind) for kind in kinds]
         self.places[name] = place
         self._tensors[name] = tensors
 
@@ -81,7 +80,7 @@ class ActivationCache:
     def write(self, name: str, start: int, rows: Sequence[Tensor], count: int | None = None) -> None:
         """Store rows for the images from `start` on, allocating on the first write (`count` as there)."""
         if name not in self._tensors:
-            self.allocate(name, [r.shape[1:] for r in rows], rows[0].dtype, count)
+            self.allocate(name, rows, count)
         for stored, new in zip(self._tensors[name], rows, strict=True):
             stored[start : start + len(new)].copy_(new)
         self.leave_pages()
@@ -141,11 +140,11 @@ class ActivationCache:
         """Bytes of memory that nothing uses in a place."""
         return free_bytes(self.device if place == GPU else torch.device("cpu"))
 
-    def _in_memory(self, place: str, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor] | None:
+    def _in_memory(self, place: str, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor] | None:
         """None where there is less room than it seemed: others use the same memory, and it may be in pieces."""
         where: dict[str, Any] = {"device": self.device} if place == GPU else {"pin_memory": place == PINNED}
         try:
-            return [torch.empty(s, dtype=dtype, **where) for s in shapes]
+            return [torch.empty(shape, dtype=dtype, **where) for shape, dtype in kinds]
         except (torch.OutOfMemoryError, MemoryError):
             return None
         except RuntimeError as error:  # what the host's allocators raise has no class of its own

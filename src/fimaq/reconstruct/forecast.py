@@ -60,22 +60,21 @@ class ForecastCache(ActivationCache):
         self.free_memory = free_memory
         self.forecast = Forecast()
 
-    def allocate(
-        self, name: str, shapes: Sequence[torch.Size], dtype: torch.dtype, count: int | None = None
-    ) -> None:
+    def allocate(self, name: str, rows: Sequence[Tensor], count: int | None = None) -> None:
         self.drop(name)
         images = self.count if count is None else count
-        size = sum(images * shape.numel() for shape in shapes) * dtype.itemsize
+        tensors = [torch.empty(images, *r.shape[1:], dtype=r.dtype, device="meta") for r in rows]
+        size = sum(tensor.nbytes for tensor in tensors)
         place = next(self.places_for(size), DISK)
         self.places[name] = place
-        self._tensors[name] = [torch.empty(images, *s, dtype=dtype, device="meta") for s in shapes]
+        self._tensors[name] = tensors
         self.forecast.allocations.append(Allocation(name, size, place))
         self.forecast.peaks[place] = max(self.forecast.peaks.get(place, 0), self.taken(place))
 
     def expect(self, name: str, rows: Sequence[Tensor], count: int | None = None) -> None:
         """As `write` of the first rows does: room is made for all images, or for `count`."""
         if name not in self._tensors:
-            self.allocate(name, [row.shape[1:] for row in rows], rows[0].dtype, count)
+            self.allocate(name, rows, count)
 
     def drop(self, name: str) -> None:
         self.places.pop(name, None)
