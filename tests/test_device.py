@@ -1,5 +1,8 @@
 """Which precision a run computes with where nobody says: the fastest that was seen to cost no accuracy."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -46,6 +49,26 @@ def test_tf32_is_allowed_where_the_precision_says_so_and_only_there(precision: s
     with numerics(Config.create(precision=precision)):
         assert torch.backends.cuda.matmul.allow_tf32 is allowed
     assert torch.backends.cuda.matmul.allow_tf32 is before
+
+
+@pytest.fixture
+def set_in_the_newer_way() -> Iterator[Any]:
+    """TF32 allowed in a way after which PyTorch refuses to be asked in the older one."""
+    library: Any = torch.backends.cuda.matmul
+    before, library.fp32_precision = library.fp32_precision, "tf32"
+    with pytest.raises(RuntimeError):
+        _ = library.allow_tf32
+    yield library
+    library.fp32_precision = before
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", "tf32"), ("fp32", "ieee")])
+def test_tf32_may_have_been_set_in_the_newer_of_two_ways(
+    precision: str, expected: str, set_in_the_newer_way: Any
+) -> None:
+    with numerics(Config.create(precision=precision)):
+        assert set_in_the_newer_way.fp32_precision == expected
+    assert set_in_the_newer_way.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

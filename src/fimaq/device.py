@@ -5,6 +5,7 @@ import functools
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,13 +48,12 @@ def numerics(config: Config, ranks: Ranks = ALONE) -> Iterator[None]:
     Several ranks, and one process that shall have their bits, keep to PyTorch's usual library: with it, what comes
     of an image depends least on how many others are beside it.
     """
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark)
-    tf32 = config.precision in ("tf32", "bf16")
-    matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = tf32, tf32, True, False
+    cudnn = torch.backends.cudnn
+    before = (cudnn.deterministic, cudnn.benchmark)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    alone = ranks.size == 1 and config.parts in (None, 1)
     try:
-        alone = ranks.size == 1 and config.parts in (None, 1)
-        with fast_products() if alone else contextlib.nullcontext():
+        with tf32(config.precision in ("tf32", "bf16")), fast_products() if alone else contextlib.nullcontext():
             yield
     except torch.cuda.OutOfMemoryError as error:
         asked = f" within --memory-budget {config.memory_budget} bytes" if config.memory_budget else ""
@@ -62,7 +62,28 @@ def numerics(config: Config, ranks: Ranks = ALONE) -> Iterator[None]:
         )
         raise FimaqError(f"out of GPU memory{asked}: {error}; {advice}. Finished units are kept") from None
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+        cudnn.deterministic, cudnn.benchmark = before
+
+
+@contextlib.contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Whether a GPU multiplies in TF32. PyTorch has two ways to say so, and refuses to mix them."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    libraries: list[Any]
+    value: Any
+    try:
+        before: tuple[Any, ...] = (matmul.allow_tf32, cudnn.allow_tf32)
+        libraries, name, value = [matmul, cudnn], "allow_tf32", allowed
+    except RuntimeError:  # the user has said it in the newer way
+        libraries, name, value = [matmul, cudnn.conv, cudnn.rnn], "fp32_precision", "tf32" if allowed else "ieee"  # type: ignore[attr-defined]
+        before = tuple(library.fp32_precision for library in libraries)
+    for library in libraries:
+        setattr(library, name, value)
+    try:
+        yield
+    finally:
+        for library, old in zip(libraries, before, strict=True):
+            setattr(library, name, old)
 
 
 def fast_products() -> contextlib.AbstractContextManager[None]:
