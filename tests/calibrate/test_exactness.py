@@ -63,6 +63,21 @@ def test_a_norm_that_a_grid_would_change_is_left_alone() -> None:
 
 
 @torch.no_grad()
+def test_scales_of_next_to_nothing_are_left_alone() -> None:
+    """A grid fine enough for them would have more points than fit in memory."""
+    model = fimaq.quantize(demo_model(), demo_calibration(32), bits="w8a8", method="rtn", batch_size=16).model
+    block = model.blocks[0]
+    quantizers = [block.mlp.fc2.input_quantizer]
+    quantizers += [getattr(block.attn.products[0], f"{side}_quantizer") for side in ("left", "right")]
+    for quantizer in quantizers:
+        quantizer.set_range(torch.tensor(1e-9), quantizer.zero_point)
+    found = find_exact(model, lambda: model(demo_calibration(8)))
+    assert "blocks.0.mlp.fc1" not in found
+    assert "blocks.1.mlp.fc1" in found
+    assert all(quantizer.scale == torch.tensor(1e-9) for quantizer in quantizers)
+
+
+@torch.no_grad()
 def test_made_exact_a_model_stays_what_it_was() -> None:
     model = fimaq.quantize(demo_model(), demo_calibration(32), bits="w8a8", method="rtn", batch_size=16).model
     images = demo_calibration(32)

@@ -37,6 +37,8 @@ ULPS = 4
 """By how many last bits two libraries' exp may differ, and what goes into it."""
 SATURATED = 8.0
 """Beyond it a GELU is zero on one side and its input on the other."""
+MOST_POINTS = 2**18
+"""Of a grid: with more, which scales of next to nothing have, some always lie between two codes."""
 CLEAR = 1.5e-6
 """How far from the middle between two codes a GELU must stay; libraries differ by less than a millionth."""
 
@@ -117,7 +119,8 @@ def _avoid_ties_of_exp(query: ActivationQuantizer, key: ActivationQuantizer, sof
             found += int(((steps - steps.floor() - 0.5).abs() * unit < ULPS * 2.0**-SIGNIFICAND * powers).sum())
         return found
 
-    if max(query.scale.numel(), key.scale.numel(), softmax.scale.numel()) == 1:
+    several = max(query.scale.numel(), key.scale.numel(), softmax.scale.numel()) > 1
+    if not several and MOST_POINTS * float(query.scale * key.scale) > 12:
         query.set_range(query.scale * min(FACTORS, key=ties), query.zero_point)
 
 
@@ -140,6 +143,8 @@ def _gelu_offset(gelu: nn.Module, quantizer: ActivationQuantizer) -> float | Non
 def _is_clear(gelu: nn.Module, scale: Tensor, quantizer: ActivationQuantizer, step: float) -> bool:
     zero_point = float(quantizer.zero_point)
     largest = max(SATURATED, (quantizer.levels - zero_point + 1) * float(scale))
+    if not largest + SATURATED < MOST_POINTS * step:
+        return False
     outputs = gelu(torch.arange(-SATURATED, largest, step, dtype=torch.float64)) / scale
     inside = (outputs > -zero_point) & (outputs < quantizer.levels - zero_point)
     from_middle = (outputs - outputs.floor() - 0.5).abs() * scale
