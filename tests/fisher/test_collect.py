@@ -137,6 +137,20 @@ def test_a_sample_whose_gradient_is_not_finite_counts_as_zero(scene: Scene) -> N
     torch.testing.assert_close(gradient, gradients.mean(0), rtol=1e-8, atol=1e-12)
 
 
+def test_a_perturbation_that_is_not_finite_counts_as_zero(scene: Scene) -> None:
+    def spoiled() -> Iterator[Sample]:
+        for sample in samples(scene):
+            if sample.start == 3:
+                sample.outputs = [output.clone() for output in sample.outputs]
+                sample.outputs[0][1] = torch.inf
+            yield sample
+
+    _, perturbation = collect(scene, "signed", given=spoiled())
+    _, perturbations = by_hand(scene)
+    perturbations[4] = 0
+    torch.testing.assert_close(perturbation, perturbations.mean(0), rtol=1e-8, atol=1e-12)
+
+
 def test_several_outputs_of_a_unit_become_one_vector_per_image() -> None:
     parts = [torch.arange(12.0).view(2, 2, 3), torch.arange(2.0).view(2, 1)]
     assert flat(parts).tolist() == [[0, 1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 10, 11, 1]]

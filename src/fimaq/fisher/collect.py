@@ -62,7 +62,7 @@ def collect_averages(
     count = 0
     for sample in samples:
         gradient, delta = evaluate(sample)
-        gradient = gradient.nan_to_num(0, 0, 0)
+        gradient, delta = gradient.nan_to_num(0, 0, 0), delta.nan_to_num(0, 0, 0)
         if keep is not None:
             keep(sample.start, gradient)
         parts = [gradient, delta] if averages == "signed" else [gradient.abs(), delta.abs()]
