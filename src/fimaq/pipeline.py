@@ -20,7 +20,7 @@ from fimaq.artifact.shared_directory import SharedDirectory
 from fimaq.calibrate.exactness import find_exact
 from fimaq.calibrate.fold import fold_layer_norms
 from fimaq.calibrate.massive import divide_massive_channels
-from fimaq.config import Config
+from fimaq.config import FISHER_METHODS, Config
 from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.data.inputs import gather_images, tensor_fingerprint
 from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
@@ -90,7 +90,11 @@ def quantize(
     `resume=True` continues from them. The model given is left untouched unless `inplace`. `ranks`: those of
     `fimaq.together.joined_ranks`, each of which is given the same model, images and settings.
     """
-    wanted = settings.get("calib_size", Config.model_fields["calib_size"].default)
+    model = getattr(model, "_orig_mod", model)  # what torch.compile was given
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("a TorchScript model has no Python modules to quantize; give the model it was made from")
+    asked = {name: settings[name] for name in ("calib_size",) if name in settings}
+    wanted = Config.create(batch_size=1, **asked).calib_size
     gathered = gather_images(images, wanted)
     if "calib_size" in settings and len(gathered) < wanted:
         raise InputError(f"calib_size is {wanted} but only {len(gathered)} images were given")
@@ -101,7 +105,7 @@ def quantize(
         name = architecture_of(model, config.model_args, gathered[:1])
         config = config.model_copy(update={"model": name})
     return run_quantization(
-        model if inplace else copy.deepcopy(model),
+        model if inplace else _copied(model),
         gathered[ranks.rank :: ranks.size],
         config,
         preprocessing=resolve_preprocessing(model) if gathered.shape[1] == 3 else None,
@@ -138,6 +142,8 @@ def run_quantization(
     check_finite(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(numerics(config, ranks))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))  # what is asked of "the" GPU is asked of this one
         stack.enter_context(bounded(device, config.memory_budget))
         stack.enter_context(torch.random.fork_rng())
         journal = stack.enter_context(Journal(progress, device))
@@ -146,6 +152,7 @@ def run_quantization(
         model = model.to(device).eval()
         example = ranks.ends(images).to(device)
         structure, chain = prepare_chain(model, example, config, only_searched)
+        check_outputs(chain, example, config)
         if rest is not None:
             rest.prepare(structure)
         directory = None
@@ -323,6 +330,33 @@ def _take_from_first(module: nn.Module, ranks: Ranks) -> None:
             return quantized_state(module), None
 
         load_quantized_state(module, ranks.from_rank(0, state)[0])
+
+
+def check_outputs(chain: UnitChain, example: Tensor, config: Config) -> None:
+    """Refuse losses that nothing could be learned from."""
+    if config.method not in FISHER_METHODS:
+        return
+    if chain.output_shape[-1:] == (1,):
+        raise InputError(
+            f"method {config.method!r} compares class probabilities, but the model has a single output, whose "
+            "probability is always 1; use qdrop"
+        )
+    with torch.no_grad():
+        outputs = chain.units[0](chain.first_inputs(example))
+    with torch.enable_grad():
+        reached = chain.suffix(0, [output.requires_grad_() for output in outputs], {})
+    if not reached.requires_grad:
+        raise InputError(
+            f"method {config.method!r} takes gradients of the model's outputs, but its forward keeps none (a "
+            "no_grad, detach or NumPy within); use qdrop"
+        )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise InputError(f"the model cannot be copied; with inplace=True it need not be: {error}") from None
 
 
 def check_tensorboard(config: Config, out: Path | None) -> None:

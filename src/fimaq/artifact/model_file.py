@@ -20,7 +20,7 @@ PACKED = ".packed"
 
 def quantized_state(module: nn.Module) -> dict[str, Tensor]:
     """Everything below a module whose layers are all hard, with integer weights packed."""
-    state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+    state = {name: tensor.detach().cpu() for name, tensor in _own_state(module).items()}
     for name, layer in quantized_layers(module):
         if layer.hard:
             weight = _join(name, "weight")
@@ -69,12 +69,19 @@ def _check_shapes(quantizer: Quantizer, expected: tuple[int, ...], layer: str) -
 
 
 def _load_rest(module: nn.Module, state: dict[str, Tensor]) -> None:
-    own: dict[str, Any] = {
-        name: tensor for name, tensor in module.state_dict().items() if not _is_quantized(module, name)
-    }
+    known = _own_state(module)
+    own: dict[str, Any] = {name: tensor for name, tensor in known.items() if not _is_quantized(module, name)}
+    for name in module.state_dict().keys() - known.keys():  # earlier files have them
+        state.pop(name, None)
     if own.keys() != state.keys():
         raise KeyError(f"names differ: {', '.join(sorted(own.keys() ^ state.keys())[:5])}")
     module.load_state_dict(state, strict=False)
+
+
+def _own_state(module: nn.Module) -> dict[str, Any]:
+    """The module's state, without what a part has under a second name."""
+    names = {name for name, _ in module.named_modules()}
+    return {name: t for name, t in module.state_dict().items() if name.rpartition(".")[0] in names}
 
 
 def _is_quantized(module: nn.Module, name: str) -> bool:

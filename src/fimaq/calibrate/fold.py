@@ -66,7 +66,9 @@ def _try_fold(
 ) -> bool:
     """Fold, compare the model's output with `reference`, and undo when it differs."""
     changed: list[Any] = [norm, *readers]
-    before = [(m, m.weight.data.clone(), None if m.bias is None else m.bias.data.clone()) for m in changed]
+    biases = [(module, module.bias) for module in changed]
+    parameters = [p for module, bias in biases for p in (module.weight, bias) if p is not None]
+    before = [(parameter, parameter.data.clone()) for parameter in parameters]
     for reader in readers:
         if middle.any():
             shift = reader.weight.data @ middle
@@ -76,9 +78,11 @@ def _try_fold(
     norm.bias.data = (norm.bias.data - middle) / spread
     if _close(model(example), reference):
         return True
-    for module, weight, bias in before:
-        module.weight.data = weight
-        module.bias = None if bias is None else _fixed(bias)
+    # The very parameters, which other modules may share.
+    for module, bias in biases:
+        module.bias = bias
+    for parameter, values in before:
+        parameter.data = values
     return False
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fimaq.errors import InputError
 from fimaq.models.products import (
     FloatProduct,
     count_products,
     float_products,
+    mark_nested,
     open_module,
     softmax_products,
     watched,
@@ -23,6 +25,8 @@ from fimaq.quant.layers import QuantLinear, QuantMatMul, can_convert, convert_la
 
 FIRST_LAYER_BITS = 8
 """The image itself is quantized to 8 bits whatever the setting: it arrives as bytes."""
+SAME = 1e-2
+"""Difference of two outputs, relative to their size, up to which they are the same but for tf32's digits."""
 MOST_PRODUCTS = 256
 """In one module; a file that claims more is damaged."""
 
@@ -96,9 +100,9 @@ def prepare_model(
 
     try:
         with torch.no_grad():
-            run()
+            given = run()
     except (RuntimeError, AssertionError, IndexError, ValueError, TypeError) as error:
-        raise InputError(f"the model does not take images of shape {tuple(example.shape[1:])}: {error}") from None
+        raise InputError(_not_taken(model, example, error)) from None
     model.requires_grad_(False)
     order = _layers_in_order(model, run)
     first_conv = next((name for name, layer in order.items() if isinstance(layer, nn.Conv2d)), None)
@@ -114,12 +118,60 @@ def prepare_model(
     uncalled = layers.keys() - _called(model, layers, run)
     if (left or uncalled) and not allow_float:
         raise InputError(_refusal(left))
+    _check_written_out(model, run, given)
+    _check_operands(model, example)
     for name in uncalled:
         restore_layer(model.get_submodule(name))
         del layers[name]
     rescaled = softmax_products(model, run) if rescale_rows else []
     _rescale(model, rescaled)
     return Structure(layers, products, [str(product) for product in left], rescaled)
+
+
+def _not_taken(model: nn.Module, example: Tensor, error: Exception) -> str:
+    for kind in {p.dtype for p in model.parameters() if p.is_floating_point()} - {example.dtype}:
+        return f"the model has weights of type {kind}, images are {example.dtype}: convert it with model.float()"
+    return f"the model does not take images of shape {tuple(example.shape[1:])}: {error}"
+
+
+@torch.no_grad()
+def _check_written_out(model: nn.Module, run: Callable[[], Any], given: Any) -> None:
+    """Refuse a model that gives something else once its attention is written out as products."""
+    with watched(model):
+        found = run()
+    for before, after in zip(tree_leaves(given), tree_leaves(found), strict=True):
+        if not isinstance(before, Tensor) or not before.isfinite().all():
+            continue
+        if not (after - before).double().norm() <= SAME * before.double().norm() + torch.finfo(torch.float32).tiny:
+            raise InputError(
+                "attention written out as two products does not give what the model gives. It may have tokens "
+                "that attend to nothing (a mask that leaves none), which is not supported"
+            )
+
+
+@torch.no_grad()
+def _check_operands(model: nn.Module, example: Tensor) -> None:
+    """Refuse products with an operand that is the same for all images: what is stored has a row per image."""
+    sizes: dict[str, list[list[int]]] = {}
+
+    def note(name: str) -> Any:
+        return lambda module, args: sizes.setdefault(name, []).append([args[0].numel(), args[1].numel()])
+
+    products = {name: m for name, m in model.named_modules() if isinstance(m, QuantMatMul)}
+    hooks = [product.register_forward_pre_hook(note(name)) for name, product in products.items()]
+    try:
+        with watched(model):
+            for images in (1, 2):
+                model(example[:1].expand(images, *example.shape[1:]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, (one, two) in sizes.items():
+        if two != [2 * size for size in one]:
+            raise InputError(
+                f"{name} multiplies something that is not there for each image, such as a table of positions, "
+                "which is not supported"
+            )
 
 
 def apply_structure(model: nn.Module, structure: Structure) -> None:
@@ -131,6 +183,7 @@ def apply_structure(model: nn.Module, structure: Structure) -> None:
     for name, (count, bits) in structure.products.items():
         open_module(modules[name], count, bits)
         modules[name].products.to(device)  # type: ignore[union-attr]
+    mark_nested(model)
     _rescale(model, structure.rescaled)
     apply_findings(model, structure)
 
@@ -184,7 +237,9 @@ def _layers_in_order(model: nn.Module, run: Callable[[], Any]) -> dict[str, nn.M
     A layer counts as used where its weight is: some models call F.linear with it, so hooks would miss it.
     """
     owners = {
-        id(m.weight): (name, m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))
+        id(m.weight): (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, (nn.Linear, nn.Conv2d)) and "weight" in m._parameters
     }
     used: dict[str, nn.Module] = {}
 
@@ -210,6 +265,7 @@ def _refusal(left: list[FloatProduct]) -> str:
     more = f"; and {len(left) - 5} more" if len(left) > 5 else ""
     return (
         f"cannot quantize every product of this model; these would stay in full precision: {shown}{more}. "
-        "Supported are Linear, Conv2d with zero padding, and attention made of matmul or "
-        "scaled_dot_product_attention. Give --allow-float to quantize the rest and list these as float."
+        "Supported are Linear, Conv2d with zero padding (both as PyTorch has them, with a weight of their own), "
+        "and attention made of matmul or scaled_dot_product_attention. Give --allow-float to quantize the rest "
+        "and list these as float."
     )

@@ -10,6 +10,7 @@ operators that really run (`float_products`) proves that nothing was left out.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +31,9 @@ _FUSED_ATTENTION = F.scaled_dot_product_attention
 _SOFTMAXES = {F.softmax, torch.softmax, Tensor.softmax}
 
 _UNBINDS = {torch.unbind, Tensor.unbind}
+
+_innermost: ContextVar["OpenedModule | None"] = ContextVar("innermost", default=None)
+"""Of the nested opened modules that run, the one that was called last: what is multiplied now is its."""
 
 
 def _softmax(scores: Tensor) -> Tensor:
@@ -142,6 +146,8 @@ class _ProductMode(_UnbindMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.owner.nested and _innermost.get() is not self.owner:
+            return super().__torch_function__(func, types, args, kwargs)
         if func in _MATMULS and len(args) == 2 and not _has_parameter(args):
             return self._multiply(*args)
         if func is _FUSED_ATTENTION:
@@ -188,8 +194,19 @@ class OpenedModule(nn.Module):
 
     products: nn.ModuleList
     watched = False
+    nested = False
+    """Whether it holds another one, or is held by one. Others are spared what compilers do not understand."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.nested:
+            return self._run(*args, **kwargs)
+        outer = _innermost.set(self)
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            _innermost.reset(outer)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not self.watched and not any(product.quantized for product in self.products):
             with _UnbindMode() if _learns_on_gpu(args) else nullcontext():
                 return super().forward(*args, **kwargs)
@@ -200,9 +217,9 @@ class OpenedModule(nn.Module):
             with mode:
                 result = super().forward(*args, **kwargs)
         if mode.count != len(self.products):
-            kind = type(self).__name__.removeprefix("Opened")
+            expected = len(self.products)
             raise InputError(
-                f"{kind} made {mode.count} products of activations where {len(self.products)} were expected: "
+                f"{class_name(self)} made {mode.count} products of activations where {expected} were expected: "
                 "a module used more than once, or whose products depend on its input, is not supported"
             )
         return result
@@ -228,6 +245,20 @@ def open_module(module: nn.Module, count: int, bits: int) -> None:
 def _opened(kind: type) -> Any:
     """One class for all modules of a class, so that it shows which are alike."""
     return type(f"Opened{kind.__name__}", (OpenedModule, kind), {"__module__": kind.__module__})
+
+
+def mark_nested(model: nn.Module) -> None:
+    """Let opened modules know if one runs within another."""
+    opened = [m for m in model.modules() if isinstance(m, OpenedModule)]
+    for outer in opened:
+        for inner in outer.modules():
+            if inner is not outer and isinstance(inner, OpenedModule):
+                outer.nested = inner.nested = True
+
+
+def class_name(module: nn.Module) -> str:
+    """The name that the user knows a module's class by."""
+    return type(module).__name__.removeprefix("Opened")
 
 
 @contextmanager
@@ -322,9 +353,7 @@ def float_products(model: nn.Module, run: Callable[[], Any]) -> list[FloatProduc
             name = func.overloadpacket.__name__
             heavy = name in _HEAVY or "scaled_dot_product" in name
             if heavy and stack and not any(isinstance(m, QUANTIZED) for m in stack):
-                product = FloatProduct(
-                    names.get(id(stack[-1]), ""), type(stack[-1]).__name__.removeprefix("Opened"), name
-                )
+                product = FloatProduct(names.get(id(stack[-1]), ""), class_name(stack[-1]), name)
                 found.setdefault(product)
             return func(*args, **(kwargs or {}))
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fimaq.errors import InputError
 from fimaq.models.prepare import Structure
+from fimaq.models.products import class_name
 
 Tensors = list[Tensor]
 
@@ -104,6 +105,8 @@ class UnitChain:
             Unit(name, module, reconstructed=name not in only_searched)
             for name, module in _find_units(model, structure).items()
         ]
+        if not self.units:
+            raise InputError("the model has no Linear or Conv2d layer that could be quantized")
         self._trace(example[:2])
         self._check(example[:2])
 
@@ -157,13 +160,19 @@ class UnitChain:
         replacements = {index: returning(index) for index in range(upto + 1)}
         if stop is not None:
             replacements[stop] = stopping
+        modules = {index: self.units[index].module for index in replacements}
+        own = {
+            index: module.__dict__["forward"] for index, module in modules.items() if "forward" in module.__dict__
+        }
         try:
             for index, forward in replacements.items():
-                self.units[index].module.forward = forward
+                modules[index].forward = forward
             yield
         finally:
-            for index in replacements:  # not all were replaced if Ctrl-C came in between
-                self.units[index].module.__dict__.pop("forward", None)
+            for index, module in modules.items():  # not all were replaced if Ctrl-C came in between
+                module.__dict__.pop("forward", None)
+                if index in own:  # a patch of the user's
+                    module.__dict__["forward"] = own[index]
 
     @torch.no_grad()
     def _trace(self, images: Tensor) -> None:
@@ -171,35 +180,42 @@ class UnitChain:
         one, two = (_record_calls(self.model, self.units, batch) for batch in (images[:1], images))
         for unit in self.units:
             if unit.name not in two:
-                kind = type(unit.module).__name__
+                kind = class_name(unit.module)
                 raise InputError(f"{unit.name} ({kind}) is never called as a module, only its parts are")
         self.units = [unit for unit in sorted(self.units, key=lambda u: list(two).index(u.name))]
         for unit in self.units:
             unit.inputs = Signature.of(one[unit.name][0], two[unit.name][0])
             unit.outputs = Signature.of(one[unit.name][1], two[unit.name][1])
             if not unit.inputs.batched or not unit.outputs.batched:
-                raise InputError(
-                    f"{unit.name} ({type(unit.module).__name__}) has no output per image to reconstruct"
-                )
-            unit.output_shapes = [t.shape[1:] for t in unit.outputs.split(two[unit.name][1])]
+                raise InputError(f"{unit.name} ({class_name(unit.module)}) has no output per image to reconstruct")
+            given = unit.outputs.split(two[unit.name][1])
+            if not all(t.is_floating_point() for t in given):
+                raise InputError(f"{unit.name} ({class_name(unit.module)}) gives integers, which is not supported")
+            unit.output_shapes = [t.shape[1:] for t in given]
         self._outputs = {i: unit.outputs.split(two[unit.name][1]) for i, unit in enumerate(self.units)}
 
     @torch.no_grad()
     def _check(self, images: Tensor) -> None:
         """Find which earlier outputs each suffix needs, and that it then gives the model's own output."""
         whole = self.model(images)
+        if not isinstance(whole, Tensor):
+            kind = type(whole).__name__
+            raise InputError(
+                f"the model returns a {kind}, not one tensor of logits; wrap it in a module that does"
+            )
+        self.output_shape = whole.shape[1:]
         outputs = self.__dict__.pop("_outputs")
         for index, unit in enumerate(self.units):
             if not torch.allclose(self.suffix(index, outputs[index], {}), whole, rtol=1e-4, atol=1e-5):
-                unit.carried = tuple(i for i in range(index) if self._needs(index, i, outputs))
+                unit.carried = tuple(i for i in range(index) if self._needs(index, i, outputs, whole))
                 carried = {i: outputs[i] for i in unit.carried}
                 if not torch.allclose(self.suffix(index, outputs[index], carried), whole, rtol=1e-4, atol=1e-5):
                     raise InputError(f"the model cannot be continued after {unit.name}: its forward keeps state")
 
-    def _needs(self, index: int, earlier: int, outputs: dict[int, Tensors]) -> bool:
+    def _needs(self, index: int, earlier: int, outputs: dict[int, Tensors], whole: Tensor) -> bool:
         """True when the suffix after `index` reads the output of unit `earlier`: blanks are NaN, and spread."""
         carried = {i: outputs[i] for i in range(index) if i != earlier}
-        return bool(self.suffix(index, outputs[index], carried).isnan().any())
+        return not torch.allclose(self.suffix(index, outputs[index], carried), whole, rtol=1e-4, atol=1e-5)
 
 
 def _record_calls(model: nn.Module, units: Iterable[Unit], images: Tensor) -> dict[str, tuple[Any, Any]]:

@@ -239,6 +239,8 @@ def restore_layer(layer: nn.Module) -> None:
 
 def can_convert(layer: nn.Module) -> bool:
     """True for layers that compute exactly what nn.Linear or nn.Conv2d does (zero padding only)."""
+    if "forward" in vars(layer) or "weight" not in layer._parameters:
+        return False  # replaced on this very object, or computed from others
     if isinstance(layer, nn.Linear):
         return type(layer).forward is nn.Linear.forward
     if isinstance(layer, nn.Conv2d):

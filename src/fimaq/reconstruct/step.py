@@ -223,7 +223,7 @@ class ReconstructionStep:
             loss = functional_call(self.objective, _part(t, "objective."), arguments)
             total = loss + self._rounding_penalty(t, learned)
             roundings = [learned[name] for name in self.learned["roundings"]]
-            found = torch.autograd.grad(total, [*roundings, *chain(*leaves)])
+            found = torch.autograd.grad(total, [*roundings, *chain(*leaves)], materialize_grads=True)
         shapes = [self.shapes[n] for n, own in zip(self.learned["scales"], leaves, strict=True) for _ in own]
         scales = iter(_sums(shapes, found[len(roundings) :]))
         gradients = [*found[: len(roundings)], *(reduce(add, islice(scales, len(own))) for own in leaves)]
