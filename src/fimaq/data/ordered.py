@@ -1,13 +1,13 @@
 """Decoding in threads with results in the order of the inputs, a bounded number of them ahead."""
 
-import contextlib
-import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
+
+from fimaq.allocator import give_back
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -42,10 +42,4 @@ def map_in_order(
             yield result
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        _give_back_freed_memory()
-
-
-def _give_back_freed_memory() -> None:
-    """To the system: glibc keeps what ended threads have freed, a gigabyte after 16 that decoded large images."""
-    with contextlib.suppress(AttributeError):  # other C libraries have no such function
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back()
