@@ -22,7 +22,7 @@ def in_processes(run: RunCell, at_once: int) -> Work:
     def work(waiting: Sequence[Waiting], progress: Silent) -> Iterator[CellResult]:
         context, left = get_context("spawn"), deque(waiting)
         running: dict[Connection, tuple[Waiting, Any]] = {}
-        threads = max(1, (os.cpu_count() or 1) // at_once)
+        threads = max(1, torch.get_num_threads() // at_once)
         try:
             while left or running:
                 while left and len(running) < at_once:
@@ -63,7 +63,7 @@ def _end_with_parent() -> None:
 def _received(answer: Connection, one: Waiting, process: Any) -> CellResult:
     try:
         result: CellResult = answer.recv()
-    except EOFError:
+    except (EOFError, OSError):  # nothing, or only a part, was sent
         process.join()
         reason = f"its process ended with exit code {process.exitcode}, perhaps for want of memory"
         result = CellResult(one.cell.name, one.cell.labels, error=reason)
