@@ -23,6 +23,14 @@ def _of_queries(x: Tensor) -> Tensor:
     return torch.stack([x, x + 1, x + 2], dim=2)[:, :, 0]
 
 
+def _filled_up_mask() -> Tensor:
+    return (torch.rand(IMAGES, TOKENS, 8) < 0.5)[..., :WIDTH]
+
+
+def _transposed_mask() -> Tensor:
+    return (torch.rand(IMAGES, WIDTH, 8) < 0.5)[..., :TOKENS].mT
+
+
 LYING = {"as they are": lambda x: x, "transposed": _as_keys, "with gaps": _of_queries}
 
 
@@ -42,12 +50,12 @@ def _values() -> Tensor:
 
 
 @pytest.mark.parametrize("lying", LYING.values(), ids=LYING)
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("mask", [None, _filled_up_mask, _transposed_mask])
 @pytest.mark.parametrize("scale_shape", [EACH, (TOKENS, 1), ()])
-def test_values_and_gradients_are_the_same_bits(lying, drop, scale_shape, monkeypatch):
+def test_values_and_gradients_are_the_same_bits(lying, mask, scale_shape, monkeypatch):
     x, grad = lying(_values()), torch.randn(IMAGES, TOKENS, WIDTH)
     scale = 0.1 + torch.rand(scale_shape)
-    dropped = torch.rand(IMAGES, TOKENS, 8)[..., :WIDTH] < 0.5 if drop else None
+    dropped = None if mask is None else mask()
 
     def run() -> list[Tensor]:
         leaf, own = x.clone().copy_(x).requires_grad_(), scale.clone().requires_grad_()
@@ -92,3 +100,30 @@ def test_a_trace_has_the_plain_operators():
 
     traced = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.randn(IMAGES, TOKENS, WIDTH))
     assert torch.ops.aten.clamp.Tensor in {node.target for node in traced.graph.nodes}
+
+
+def _fake_quantized_sum(x: Tensor) -> Tensor:
+    return fake_quantize(x, torch.tensor(0.3), ZERO_POINT, LEVELS).sum((1, 2))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
+def test_what_torch_traces_takes_any_number_of_images():
+    """Blocks of the images that it was traced with would be all that it computes."""
+    x = torch.randn(IMAGES, TOKENS, WIDTH)
+    traced = torch.jit.trace(_fake_quantized_sum, (x[:1],))
+    assert torch.equal(traced(x), _fake_quantized_sum(x))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::FutureWarning")
+def test_it_can_be_mapped_and_differentiated_forwards():
+    x = torch.randn(IMAGES, TOKENS, WIDTH)
+    mapped = torch.vmap(lambda image: _fake_quantized_sum(image[None])[0])(x)
+    torch.testing.assert_close(mapped, _fake_quantized_sum(x))
+    _, tangent = torch.func.jvp(_fake_quantized_sum, (x,), (torch.ones_like(x),))
+    assert tangent.eq(0).all()  # rounding moves nothing
+
+
+def test_a_scale_may_learn_without_a_step():
+    scale = torch.tensor(0.3, requires_grad=True)
+    fake_quantize(torch.full((2, 3), 0.31), scale, ZERO_POINT, LEVELS).sum().backward()
+    assert scale.grad == 6

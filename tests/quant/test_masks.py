@@ -164,3 +164,13 @@ def test_no_bit_serves_two_elements_and_all_fit_into_the_size(shape):
         places = mask_of(each, torch.arange(mask_size(each)))
         assert places.shape == each.shape
         assert len(places.unique()) == each.numel()
+
+
+def test_numbers_of_which_each_image_has_one_are_masked_like_any_others():
+    """As many bits for each image as for a row, so that any batch finds its own."""
+    drawn = bits(mask_size(torch.zeros(64)))
+    whole = mask_of(torch.zeros(64), drawn)
+    assert whole.shape == (64,)
+    assert 0 < whole.float().mean() < 1
+    positions = torch.tensor([40, 3, 63], dtype=torch.int32)
+    assert torch.equal(mask_of(torch.zeros(3), drawn, positions), whole[positions.long()])

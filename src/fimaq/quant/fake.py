@@ -29,7 +29,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> 
 
     Counted from the zero point, and each result written over the one before: less memory traffic.
     """
-    if blocks.fits(x, scale) and not x.requires_grad:
+    if blocks.fits(x, scale):
         return blocks.quantized(x, scale, zero_point, levels)
     return blocks.clamp_(torch.round(x / scale), -zero_point, levels - zero_point).mul_(scale)
 

@@ -16,7 +16,7 @@ EXACT_BELOW = 2**24
 
 def steps_of(x: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
     """Code minus zero point, as floats: the whole number of scales that quantized x is away from zero."""
-    return clamp_(torch.round(x / scale), -zero_point, levels - zero_point)
+    return clamp_((x / scale).round_(), -zero_point, levels - zero_point)
 
 
 def exact_type(terms: int, left_levels: int, right_levels: int) -> torch.dtype:

@@ -129,11 +129,11 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         x = self.columns(x)
         if not self.runs_on_integers(x):
             return F.linear(self.effective_input(x), self.effective_weight(), bias)
-        product = F.linear(*self.steps(x)).to(x.dtype) * self.scale_of_sums()
+        product = F.linear(*self.steps(x)).to(x.dtype).mul_(self.scale_of_sums())
         if self.output_offset is not None and not given_bias:
             shifted, back = self.rounding_bias()
-            return product + shifted + back
-        return product if bias is None else product + bias
+            return product.add_(shifted).add_(back)
+        return product if bias is None else product.add_(bias)
 
     def rounding_bias(self) -> tuple[Tensor, Tensor]:
         """Two biases (out,) to add, one after the other, that also round the output to a grid (exact.py)."""
@@ -149,8 +149,8 @@ class QuantConv2d(QuantizedLayer, nn.Conv2d):
         if not self.runs_on_integers(x):
             run = self._product_of_patches if self._learns_patches() else self._conv_forward
             return run(self.effective_input(x), self.effective_weight(), self.bias)
-        product = self._conv_forward(*self.steps(x), None).to(x.dtype) * self.scale_of_sums().view(-1, 1, 1)
-        return product if self.bias is None else product + self.bias.view(-1, 1, 1)
+        product = self._conv_forward(*self.steps(x), None).to(x.dtype).mul_(self.scale_of_sums().view(-1, 1, 1))
+        return product if self.bias is None else product.add_(self.bias.view(-1, 1, 1))
 
     def _learns_patches(self) -> bool:
         """Whether gradients are taken, and windows neither overlap nor leave gaps, as in a ViT's first layer."""
@@ -210,7 +210,7 @@ class QuantMatMul(nn.Module):
             return filled_product(one(left), two(right), spare)
         exact = torch.promote_types(exact_type(left.shape[-1], one.levels, two.levels), left.dtype)
         sums = torch.matmul(one.steps(left).to(exact), two.steps(right).to(exact))
-        return sums.to(left.dtype) * (one.scale * two.scale)
+        return sums.to(left.dtype).mul_(one.scale * two.scale)
 
 
 def largest_of_rows(left: Tensor) -> Tensor:

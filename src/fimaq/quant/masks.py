@@ -68,7 +68,7 @@ def as_it_lies(like: Tensor) -> Tensor:
 
 def mask_size(like: Tensor) -> int:
     """How many bits a mask of `like` takes, its rows filled up."""
-    like = as_it_lies(like)
+    like = as_it_lies(like if like.dim() > 1 else like[:, None])
     return like.numel() // max(1, like.size(-1)) * _filled_up(like.size(-1))
 
 
@@ -79,6 +79,8 @@ def mask_of(like: Tensor, bits: Tensor, positions: Tensor | None = None) -> Tens
     they get the mask that they have there. A matrix that is the transpose of how it lies in memory gets a mask
     that lies like it.
     """
+    if like.dim() == 1:
+        return mask_of(like[:, None], bits, positions)[:, 0]
     lying = as_it_lies(like)
     if lying is not like:
         return mask_of(lying, bits, positions).mT
@@ -96,9 +98,10 @@ def _filled_up(columns: int) -> int:
 
 
 def chosen(mask: Tensor, where_true: Tensor, where_false: Tensor) -> Tensor:
-    """What `torch.where` gives, in the type of `where_false`."""
+    """What `torch.where` gives, in the type of `where_false`. All have one shape."""
     where_true = where_true.to(where_false.dtype)
-    if blocks.on_cpu(where_false):
+    learns = torch.is_grad_enabled() and (where_true.requires_grad or where_false.requires_grad)
+    if blocks.on_cpu(where_false) and not learns:
         return blocks.replace_(where_false.clone(), mask, where_true)
     return torch.where(mask, where_true, where_false)
 

@@ -95,4 +95,4 @@ class Dealt:
 
 def _as_bytes(rows: Tensor) -> Tensor:
     """(n, ...) -> (n, bytes of one row)."""
-    return rows.flatten(1).contiguous().view(torch.uint8)
+    return rows[:, None].flatten(1).contiguous().view(torch.uint8)
