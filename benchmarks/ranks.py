@@ -80,7 +80,7 @@ def main() -> None:
     config = Config.create(
         calib_size=options.images, search_size=options.images, batch_size=options.batch_size, device="cpu"
     )
-    with joined_ranks() as ranks, numerics(config, ranks):
+    with joined_ranks() as ranks, numerics(config, CPU, ranks):
         if not isinstance(ranks, Together):
             raise SystemExit("start it with torchrun --standalone --nproc-per-node 2")
         cores = sorted(os.sched_getaffinity(0))

@@ -149,7 +149,7 @@ def measure(
         built = timm.create_model(model, img_size=int(img_size), **arguments).eval()
         return walk_to(built, torch.randn(int(images), 3, int(img_size), int(img_size)), up_to, config)
 
-    with numerics(config), bounded(torch.device("cuda"), config.memory_budget):
+    with numerics(config, torch.device("cuda")), bounded(torch.device("cuda"), config.memory_budget):
         if options.whole:
             with _turns.alone():
                 return _measure_whole(walk(0))

@@ -108,7 +108,7 @@ def timed(function: Callable[[], object]) -> float:
 
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "not named")
 
 
 if __name__ == "__main__":

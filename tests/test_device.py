@@ -1,13 +1,14 @@
 """Which precision a run computes with where nobody says: the fastest that was seen to cost no accuracy."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from fimaq.config import Config
-from fimaq.device import numerics, onednn_is_exact, with_precision
+from fimaq.device import numerics, onednn, onednn_is_exact, with_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -41,12 +42,21 @@ def test_what_is_asked_for_is_taken(device: torch.device, precision: str) -> Non
     assert chosen(device, precision=precision) == precision
 
 
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """As far as numerics are concerned."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return GPU
+
+
 @pytest.mark.parametrize(
     ("precision", "allowed"), [("fp32", False), ("tf32", True), ("bf16", True), (None, False)]
 )
-def test_tf32_is_allowed_where_the_precision_says_so_and_only_there(precision: str | None, allowed: bool) -> None:
+def test_tf32_is_allowed_where_the_precision_says_so_and_only_there(
+    precision: str | None, allowed: bool, a_gpu: torch.device
+) -> None:
     before = torch.backends.cuda.matmul.allow_tf32
-    with numerics(Config.create(precision=precision)):
+    with numerics(Config.create(precision=precision), a_gpu):
         assert torch.backends.cuda.matmul.allow_tf32 is allowed
     assert torch.backends.cuda.matmul.allow_tf32 is before
 
@@ -64,9 +74,9 @@ def set_in_the_newer_way() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "tf32"), ("fp32", "ieee")])
 def test_tf32_may_have_been_set_in_the_newer_of_two_ways(
-    precision: str, expected: str, set_in_the_newer_way: Any
+    precision: str, expected: str, set_in_the_newer_way: Any, a_gpu: torch.device
 ) -> None:
-    with numerics(Config.create(precision=precision)):
+    with numerics(Config.create(precision=precision), a_gpu):
         assert set_in_the_newer_way.fp32_precision == expected
     assert set_in_the_newer_way.fp32_precision == "tf32"
 
@@ -75,9 +85,14 @@ def test_tf32_may_have_been_set_in_the_newer_of_two_ways(
 def test_a_cpu_multiplies_in_single_precision(precision: str) -> None:
     left, right = torch.randn(300, 200), torch.randn(200, 100)
     exact = left.double() @ right.double()
-    with numerics(Config.create(precision=precision)):
+    with numerics(Config.create(precision=precision), CPU):
         found = left @ right
     assert (found - exact).norm() / exact.norm() < 1e-6
+
+
+def settings_of_products() -> list[object]:
+    libraries: Any = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    return [library.fp32_precision for library in libraries]
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -85,11 +100,26 @@ def test_a_cpu_asks_onednn_where_that_is_exact_and_only_meanwhile(
     exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fimaq.device.onednn_is_exact", lambda: exact)
-    library = torch.backends.mkldnn.matmul
-    before = library.fp32_precision
-    with numerics(Config.create()):
-        assert library.fp32_precision == ("bf16" if exact else before)
-    assert library.fp32_precision == before
+    before, precision = settings_of_products(), torch.get_float32_matmul_precision()
+    with numerics(Config.create(), CPU):
+        assert settings_of_products()[0] == ("bf16" if exact else before[0])
+        torch.get_float32_matmul_precision()  # as a model's forward may
+    assert settings_of_products() == before
+    assert torch.get_float32_matmul_precision() == precision
+
+
+def test_onednn_is_asked_where_products_were_set_in_the_newer_of_two_ways(set_in_the_newer_way: Any) -> None:
+    before = settings_of_products()
+    with onednn():
+        assert settings_of_products() == ["bf16", "tf32"]
+    assert settings_of_products() == before
+
+
+def test_a_gpu_does_without_onednn(a_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fimaq.device.onednn_is_exact", lambda: True)
+    before = settings_of_products()
+    with numerics(Config.create(precision="fp32"), a_gpu):
+        assert settings_of_products()[0] == before[0]
 
 
 def test_a_library_that_rounds_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +132,16 @@ def test_a_library_that_rounds_is_found_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert not onednn_is_exact.__wrapped__()
 
 
+def test_whether_onednn_is_exact_does_not_depend_on_what_the_user_has_set() -> None:
+    found = onednn_is_exact.__wrapped__()
+    with torch.device("meta"), torch.autocast("cpu"):
+        assert onednn_is_exact.__wrapped__() == found
+
+
 def test_one_process_with_the_bits_of_several_keeps_to_the_usual_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fimaq.device.onednn_is_exact", lambda: True)
-    library = torch.backends.mkldnn.matmul
-    with numerics(Config.create(parts=2)):
-        assert library.fp32_precision == "none"
-    with numerics(Config.create(parts=1)):
-        assert library.fp32_precision == "bf16"
+    before = settings_of_products()
+    with numerics(Config.create(parts=2), CPU):
+        assert settings_of_products() == before
+    with numerics(Config.create(parts=1), CPU):
+        assert settings_of_products()[0] == "bf16"

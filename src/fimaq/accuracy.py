@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fimaq.allocator import reused
 from fimaq.data.folder import ValidationSet, validation_batches
 from fimaq.device import fast_products
 from fimaq.errors import FimaqError
@@ -70,6 +71,7 @@ class Pairs:
 
 
 @torch.no_grad()
+@reused()
 def evaluate_models(
     models: dict[str, nn.Module],
     dataset: ValidationSet,
@@ -90,7 +92,7 @@ def evaluate_models(
     progress.start("evaluating", len(dataset))
     for images, targets, skipped in validation_batches(dataset, batch_size):
         unreadable += skipped
-        with fast_products():
+        with fast_products(device):
             logits = {name: _logits(model, images.to(device)) for name, model in models.items()}
         for name, values in logits.items():
             tallies[name].add(values, targets)

@@ -42,7 +42,7 @@ def with_precision(config: Config, device: torch.device) -> Config:
 
 
 @contextlib.contextmanager
-def numerics(config: Config, ranks: Ranks = ALONE) -> Iterator[None]:
+def numerics(config: Config, device: torch.device, ranks: Ranks = ALONE) -> Iterator[None]:
     """TF32 on a GPU as the precision says, the faster library on a CPU, and the same bits every time.
 
     Several ranks, and one process that shall have their bits, keep to PyTorch's usual library: with it, what comes
@@ -53,7 +53,12 @@ def numerics(config: Config, ranks: Ranks = ALONE) -> Iterator[None]:
     cudnn.deterministic, cudnn.benchmark = True, False
     alone = ranks.size == 1 and config.parts in (None, 1)
     try:
-        with tf32(config.precision in ("tf32", "bf16")), fast_products() if alone else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))  # what is asked of "the" GPU is asked of this one
+                stack.enter_context(tf32(config.precision in ("tf32", "bf16")))
+            if alone:
+                stack.enter_context(fast_products(device))
             yield
     except torch.cuda.OutOfMemoryError as error:
         asked = f" within --memory-budget {config.memory_budget} bytes" if config.memory_budget else ""
@@ -69,26 +74,26 @@ def numerics(config: Config, ranks: Ranks = ALONE) -> Iterator[None]:
 def tf32(allowed: bool) -> Iterator[None]:
     """Whether a GPU multiplies in TF32. PyTorch has two ways to say so, and refuses to mix them."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    libraries: list[Any]
-    value: Any
+    libraries: list[Any] = [matmul, cudnn]
+    name, value = "allow_tf32", allowed
     try:
-        before: tuple[Any, ...] = (matmul.allow_tf32, cudnn.allow_tf32)
-        libraries, name, value = [matmul, cudnn], "allow_tf32", allowed
+        before = [library.allow_tf32 for library in libraries]
     except RuntimeError:  # the user has said it in the newer way
-        libraries, name, value = [matmul, cudnn.conv, cudnn.rnn], "fp32_precision", "tf32" if allowed else "ieee"  # type: ignore[attr-defined]
-        before = tuple(library.fp32_precision for library in libraries)
-    for library in libraries:
-        setattr(library, name, value)
+        libraries = [matmul, cudnn.conv, cudnn.rnn]  # type: ignore[attr-defined]
+        name, value = "fp32_precision", "tf32" if allowed else "ieee"  # type: ignore[assignment]
+        before = [library.fp32_precision for library in libraries]
     try:
+        for library in libraries:
+            setattr(library, name, value)
         yield
     finally:
         for library, old in zip(libraries, before, strict=True):
             setattr(library, name, old)
 
 
-def fast_products() -> contextlib.AbstractContextManager[None]:
-    """Matrix products of a CPU by the faster of two libraries, if it is as exact."""
-    return onednn() if onednn_is_exact() else contextlib.nullcontext()
+def fast_products(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Matrix products by the faster of two libraries, if the device is a CPU and it is as exact there."""
+    return onednn() if device.type == "cpu" and onednn_is_exact() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -96,14 +101,26 @@ def onednn() -> Iterator[None]:
     """Matrix products of a CPU by oneDNN. PyTorch's usual library takes twice as long on AMD's with AVX-512.
 
     That it may round to bf16 is how PyTorch is told to ask it at all; without instructions for that, it does not.
+    It is told so in the older of two ways unless the user has used the newer one, after which the older is
+    refused: a model's forward, or a compiler, may ask in that way meanwhile.
     """
-    library = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = library.fp32_precision
-    library.fp32_precision = "bf16"
+    libraries = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]
+    before = [library.fp32_precision for library in libraries]
     try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = None
+    try:
+        if older is None:
+            libraries[0].fp32_precision = "bf16"
+        else:
+            torch.set_float32_matmul_precision("medium")
         yield
     finally:
-        library.fp32_precision = before
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for library, old in zip(libraries, before, strict=True):
+            library.fp32_precision = old
 
 
 @functools.cache
@@ -112,9 +129,10 @@ def onednn_is_exact() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     drawn = torch.Generator().manual_seed(0)
-    left, right = torch.randn(1024, 192, generator=drawn), torch.randn(192, 384, generator=drawn)
+    kind: dict[str, Any] = {"generator": drawn, "dtype": torch.float32, "device": "cpu"}
+    left, right = torch.randn(1024, 192, **kind), torch.randn(192, 384, **kind)
     exact = left.double() @ right.double()
-    with onednn():
+    with onednn(), torch.autocast("cpu", enabled=False):
         return bool((left @ right - exact).norm() < 1e-5 * exact.norm())
 
 

@@ -35,6 +35,7 @@ def load(path: str | Path, model: nn.Module | None = None, device: str = "cpu") 
         structure = Structure.from_dict(json.loads(metadata["structure"]))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{path}/{MODEL} is damaged: its structure cannot be read ({error})") from None
+    model = getattr(model, "_orig_mod", model)  # what torch.compile was given
     fresh = _described_model(directory) if model is None else copy.deepcopy(model)
     try:
         apply_structure(fresh, structure)

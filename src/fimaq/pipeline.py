@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.accuracy import fidelity
-from fimaq.artifact.model_file import load_quantized_state, quantized_state
+from fimaq.artifact.model_file import load_quantized_state, own_state, quantized_state
 from fimaq.artifact.scalars import require_tensorboard
 from fimaq.artifact.shared_directory import SharedDirectory
 from fimaq.calibrate.exactness import find_exact
@@ -141,9 +141,7 @@ def run_quantization(
     check_ranks(ranks, config, count)
     check_finite(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(numerics(config, ranks))
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))  # what is asked of "the" GPU is asked of this one
+        stack.enter_context(numerics(config, device, ranks))
         stack.enter_context(bounded(device, config.memory_budget))
         stack.enter_context(torch.random.fork_rng())
         journal = stack.enter_context(Journal(progress, device))
@@ -152,7 +150,7 @@ def run_quantization(
         model = model.to(device).eval()
         example = ranks.ends(images).to(device)
         structure, chain = prepare_chain(model, example, config, only_searched)
-        check_outputs(chain, example, config)
+        check_learnable(chain, example, config)
         if rest is not None:
             rest.prepare(structure)
         directory = None
@@ -332,8 +330,14 @@ def _take_from_first(module: nn.Module, ranks: Ranks) -> None:
         load_quantized_state(module, ranks.from_rank(0, state)[0])
 
 
-def check_outputs(chain: UnitChain, example: Tensor, config: Config) -> None:
-    """Refuse losses that nothing could be learned from."""
+def check_learnable(chain: UnitChain, example: Tensor, config: Config) -> None:
+    """Refuse what nothing could be learned from. `example`: images (n, C, H, W) where the model is."""
+    for unit in chain.units:
+        if config.method != "rtn" and unit.reconstructed and not unit.passes_gradients:
+            raise InputError(
+                f"no gradients pass through {unit.name} (no_grad, detach or NumPy within), so that nothing can be "
+                "learned there; use rtn"
+            )
     if config.method not in FISHER_METHODS:
         return
     if chain.output_shape[-1:] == (1,):
@@ -391,7 +395,7 @@ def _unit_record(name: str, result: UnitResult, seconds: float) -> dict[str, Any
 
 
 def _sizes(state: dict[str, Tensor], model: nn.Module) -> dict[str, int]:
-    own = {k: v for k, v in model.state_dict().items() if "_quantizer." not in k}
+    own = {k: v for k, v in own_state(model).items() if "_quantizer." not in k}
     return {
         "quantized_bytes": sum(t.numel() * t.element_size() for t in state.values()),
         "full_precision_bytes": sum(4 * t.numel() for t in own.values()),

@@ -1,6 +1,7 @@
 """Models that users write themselves: quantized like any other, or refused with the reason."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,6 +18,15 @@ from fimaq.quant.layers import quantized_products
 
 IMAGES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 SETTINGS: dict[str, Any] = {"bits": "w8a8", "device": "cpu", "batch_size": 8, "iters": 3, "rank": 1}
+
+
+SMALL: dict[str, Any] = {
+    "img_size": 32, "patch_size": 16, "depth": 1, "embed_dim": 24, "num_heads": 2, "num_classes": 7
+}  # fmt: skip
+
+
+def timm_model() -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", **SMALL).eval()
 
 
 class Attention(nn.Module):
@@ -112,15 +122,29 @@ def test_a_product_with_a_table_is_refused_by_name():
         quantize(Model(Positions()))
 
 
-class Tuple(Model):
+class Returning(Model):
+    """Something else than logits."""
+
+    def __init__(self, made_of_logits: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.made_of_logits = made_of_logits
+
     def forward(self, images: Tensor) -> Any:
-        logits = super().forward(images)
-        return logits, logits.mean()
+        return self.made_of_logits(super().forward(images))
 
 
-def test_a_model_that_returns_more_than_logits_is_refused():
-    with pytest.raises(InputError, match="returns a tuple, not one tensor of logits"):
-        quantize(Tuple())
+OUTPUTS = {
+    "more": (lambda logits: (logits, logits > 0), "a tuple"),
+    "one number": (lambda logits: logits.mean(), r"a tensor of shape \(\)"),
+    "a number of each image": (lambda logits: logits[:, 0], r"a tensor of shape \(2,\)"),
+    "images not first": (lambda logits: logits.T, r"a tensor of shape \(5, 2\)"),
+}
+
+
+@pytest.mark.parametrize(("made_of_logits", "named"), OUTPUTS.values(), ids=OUTPUTS)
+def test_a_model_that_does_not_return_logits_is_refused(made_of_logits: Callable[[Tensor], Any], named: str):
+    with pytest.raises(InputError, match=f"for 2 images the model returns {named}"):
+        quantize(Returning(made_of_logits))
 
 
 def test_a_model_without_layers_is_refused():
@@ -135,9 +159,8 @@ def test_a_single_output_has_no_class_probabilities_to_compare():
 
 
 def test_a_compiled_model_is_quantized_as_what_it_was_compiled_from(tmp_path: Path):
-    small = {"img_size": 32, "patch_size": 16, "depth": 1, "embed_dim": 24, "num_heads": 2, "num_classes": 7}
-    model = timm.create_model("vit_tiny_patch16_224", **small).eval()
-    images, settings = torch.randn(8, 3, 32, 32), {**SETTINGS, "method": "rtn", "model_args": small}
+    model, images = timm_model(), torch.randn(8, 3, 32, 32)
+    settings = {**SETTINGS, "method": "rtn", "model_args": SMALL}
     plain, compiled = (
         fimaq.quantize(given, images, out=tmp_path / name, **settings)
         for name, given in (("plain", model), ("compiled", torch.compile(model)))
@@ -179,12 +202,32 @@ class Renamed(Model):
         self.classifier = self.head
 
 
+@torch.no_grad()
+def assert_loads(path: Path, fresh: nn.Module, run: fimaq.Run) -> None:
+    assert torch.equal(fimaq.load(path, model=fresh)(IMAGES), run.model(IMAGES))
+
+
 def test_a_layer_with_two_names_is_stored_once(tmp_path: Path):
-    model = Renamed()
+    run, plain = quantize(Renamed(), out=tmp_path / "run"), quantize(Model(), out=tmp_path / "plain")
+    assert_loads(tmp_path / "run", Renamed(), run)
+    assert run.metrics["size"] == plain.metrics["size"]
+
+
+class Tied(Model):
+    """Two blocks with the same weight, in layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Attention())
+        self.blocks[1].qkv.weight = self.blocks[0].qkv.weight
+
+
+def test_a_weight_that_two_layers_share_becomes_one_of_each(tmp_path: Path):
+    model = Tied()
     run = quantize(model, out=tmp_path / "run")
-    loaded = fimaq.load(tmp_path / "run", model=Renamed())
-    with torch.no_grad():
-        assert torch.equal(loaded(IMAGES), run.model(IMAGES))
+    assert_is_close(run, model)
+    assert_loads(tmp_path / "run", Tied(), run)
+    assert model.blocks[1].qkv.weight is model.blocks[0].qkv.weight
 
 
 class SharedBias(Model):
@@ -202,11 +245,13 @@ class SharedBias(Model):
         return self.head(self.norm(x + self.mix(x)).mean(1))
 
 
-def test_norms_that_share_parameters_go_on_computing_what_they_did():
+def test_norms_that_share_parameters_go_on_computing_what_they_did(tmp_path: Path):
     model = SharedBias()
     nn.init.normal_(model.norm.weight)
     nn.init.normal_(model.norm.bias)
-    assert_is_close(quantize(model, method="rtn"), model)
+    run = quantize(model, method="rtn", out=tmp_path / "run")
+    assert_is_close(run, model)
+    assert_loads(tmp_path / "run", SharedBias(), run)
 
 
 class Choosing(Attention):
@@ -286,6 +331,48 @@ def test_a_model_that_keeps_no_gradients_is_refused_where_they_are_taken():
     assert_is_close(quantize(model := WithoutGradients(), method="qdrop"), model)
 
 
+class Detached(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+class InNoGrad(Attention):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("block", [Detached, InNoGrad])
+@pytest.mark.parametrize("method", ["qdrop", "fima-q"])
+def test_a_block_that_keeps_no_gradients_is_refused_by_name(block: type[nn.Module], method: str):
+    with pytest.raises(InputError, match=r"no gradients pass through blocks\.0 .* use rtn"):
+        quantize(Model(block()), method=method)
+
+
+def test_such_a_block_can_be_rounded():
+    assert_is_close(quantize(model := Model(Detached()), method="rtn"), model)
+
+
+class Random(Model):
+    def forward(self, images: Tensor) -> Any:
+        return F.dropout(super().forward(images), 0.5, training=True)
+
+
+def test_a_model_that_draws_random_numbers_is_refused():
+    with pytest.raises(InputError, match="something else each time"):
+        quantize(Random())
+
+
+class Inplace(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+def test_a_block_that_changes_what_it_is_given_is_refused_or_right():
+    with pytest.raises(InputError, match="cannot be continued after patches"):
+        quantize(Model(Inplace()))
+
+
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_another_type_are_refused_with_what_to_do(kind: torch.dtype):
     with pytest.raises(InputError, match=rf"weights of type {kind}.*model\.float\(\)"):
@@ -299,12 +386,17 @@ def test_a_weight_that_is_computed_from_others_does_not_stay_float_unnoticed():
         quantize(model)
 
 
-def test_a_model_that_cannot_be_copied_is_refused_with_a_way_out():
-    model = Model()
+def test_a_model_that_cannot_be_copied_is_refused_with_a_way_out(tmp_path: Path):
+    model = timm_model()
     model.lock = threading.Lock()
+    images, out = torch.randn(8, 3, 32, 32), tmp_path / "run"
+    settings = {**SETTINGS, "method": "rtn", "model_args": SMALL}
     with pytest.raises(InputError, match="inplace=True"):
-        quantize(model)
-    assert quantize(model, inplace=True).model is model
+        fimaq.quantize(model, images, out=out, **settings)
+    assert not out.exists()
+    run = fimaq.quantize(model, images, out=out, inplace=True, **settings)
+    assert run.model is model
+    assert run.config.model == "vit_tiny_patch16_224"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -35,7 +35,7 @@ def losses(method: str, **settings: Any) -> list[float]:
     """The first six losses of patch embedding and first block; from the fourth on a CUDA graph is replayed."""
     usual = {"method": method, "iters": 20, "precision": "fp32", "seed": SEEDS[method]}
     config = configured(**usual | settings)
-    with numerics(config):
+    with numerics(config, torch.device(config.device)):
         reconstruction = walk(config)
         found = []
         for index in (0, 1):

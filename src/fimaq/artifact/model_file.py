@@ -20,7 +20,7 @@ PACKED = ".packed"
 
 def quantized_state(module: nn.Module) -> dict[str, Tensor]:
     """Everything below a module whose layers are all hard, with integer weights packed."""
-    state = {name: tensor.detach().cpu() for name, tensor in _own_state(module).items()}
+    state = {name: tensor.detach().cpu() for name, tensor in own_state(module).items()}
     for name, layer in quantized_layers(module):
         if layer.hard:
             weight = _join(name, "weight")
@@ -69,7 +69,7 @@ def _check_shapes(quantizer: Quantizer, expected: tuple[int, ...], layer: str) -
 
 
 def _load_rest(module: nn.Module, state: dict[str, Tensor]) -> None:
-    known = _own_state(module)
+    known = own_state(module)
     own: dict[str, Any] = {name: tensor for name, tensor in known.items() if not _is_quantized(module, name)}
     for name in module.state_dict().keys() - known.keys():  # earlier files have them
         state.pop(name, None)
@@ -78,10 +78,13 @@ def _load_rest(module: nn.Module, state: dict[str, Tensor]) -> None:
     module.load_state_dict(state, strict=False)
 
 
-def _own_state(module: nn.Module) -> dict[str, Any]:
+def own_state(module: nn.Module) -> dict[str, Any]:
     """The module's state, without what a part has under a second name."""
-    names = {name for name, _ in module.named_modules()}
-    return {name: t for name, t in module.state_dict().items() if name.rpartition(".")[0] in names}
+    all_names, first_names = (
+        {name for name, _ in module.named_modules(remove_duplicate=only_first)} for only_first in (False, True)
+    )
+    second = all_names - first_names
+    return {name: t for name, t in module.state_dict().items() if name.rpartition(".")[0] not in second}
 
 
 def _is_quantized(module: nn.Module, name: str) -> bool:

@@ -100,10 +100,15 @@ def prepare_model(
 
     try:
         with torch.no_grad():
-            given = run()
+            given, again = run(), run()
     except (RuntimeError, AssertionError, IndexError, ValueError, TypeError) as error:
         raise InputError(_not_taken(model, example, error)) from None
+    if not _same(given, again):
+        raise InputError(
+            "the model gives something else each time: its forward keeps state or draws random numbers"
+        )
     model.requires_grad_(False)
+    untie(model)
     order = _layers_in_order(model, run)
     first_conv = next((name for name, layer in order.items() if isinstance(layer, nn.Conv2d)), None)
     first = first_conv if first_conv is not None and first_conv == next(iter(order)) else None
@@ -118,8 +123,9 @@ def prepare_model(
     uncalled = layers.keys() - _called(model, layers, run)
     if (left or uncalled) and not allow_float:
         raise InputError(_refusal(left))
-    _check_written_out(model, run, given)
-    _check_operands(model, example)
+    if products:
+        _check_written_out(model, run, given)
+        _check_operands(model, example)
     for name in uncalled:
         restore_layer(model.get_submodule(name))
         del layers[name]
@@ -129,9 +135,31 @@ def prepare_model(
 
 
 def _not_taken(model: nn.Module, example: Tensor, error: Exception) -> str:
+    text = f"the model does not take images of shape {tuple(example.shape[1:])}: {error}"
     for kind in {p.dtype for p in model.parameters() if p.is_floating_point()} - {example.dtype}:
-        return f"the model has weights of type {kind}, images are {example.dtype}: convert it with model.float()"
-    return f"the model does not take images of shape {tuple(example.shape[1:])}: {error}"
+        text += f" (it has weights of type {kind}, images are {example.dtype}: model.float() converts it)"
+    return text
+
+
+@torch.no_grad()
+def untie(model: nn.Module) -> None:
+    """Give each module parameters of its own: what is quantized or folded in one must not change another."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in seen and parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.clone(), requires_grad=False)
+            seen.add(id(parameter))
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two results of a model are the same but for rounding."""
+    for a, b in zip(tree_leaves(one), tree_leaves(two), strict=True):
+        if not isinstance(a, Tensor) or not a.is_floating_point() or not a.isfinite().all():
+            continue
+        if not (b - a).double().norm() <= SAME * a.double().norm() + torch.finfo(torch.float32).tiny:
+            return False
+    return True
 
 
 @torch.no_grad()
@@ -139,14 +167,11 @@ def _check_written_out(model: nn.Module, run: Callable[[], Any], given: Any) -> 
     """Refuse a model that gives something else once its attention is written out as products."""
     with watched(model):
         found = run()
-    for before, after in zip(tree_leaves(given), tree_leaves(found), strict=True):
-        if not isinstance(before, Tensor) or not before.isfinite().all():
-            continue
-        if not (after - before).double().norm() <= SAME * before.double().norm() + torch.finfo(torch.float32).tiny:
-            raise InputError(
-                "attention written out as two products does not give what the model gives. It may have tokens "
-                "that attend to nothing (a mask that leaves none), which is not supported"
-            )
+    if not _same(given, found):
+        raise InputError(
+            "attention written out as two products does not give what the model gives. It may have tokens that "
+            "attend to nothing (a mask that leaves none), which is not supported"
+        )
 
 
 @torch.no_grad()
@@ -166,8 +191,8 @@ def _check_operands(model: nn.Module, example: Tensor) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    for name, (one, two) in sizes.items():
-        if two != [2 * size for size in one]:
+    for name, calls in sizes.items():
+        if len(calls) != 2 or calls[1] != [2 * size for size in calls[0]]:
             raise InputError(
                 f"{name} multiplies something that is not there for each image, such as a table of positions, "
                 "which is not supported"
@@ -176,6 +201,7 @@ def _check_operands(model: nn.Module, example: Tensor) -> None:
 
 def apply_structure(model: nn.Module, structure: Structure) -> None:
     """Make in `model` the changes that `structure` records."""
+    untie(model)
     modules = dict(model.named_modules())
     for name, (weight_bits, input_bits) in structure.layers.items():
         convert_layer(modules[name], weight_bits, input_bits)

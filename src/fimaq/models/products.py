@@ -258,7 +258,8 @@ def mark_nested(model: nn.Module) -> None:
 
 def class_name(module: nn.Module) -> str:
     """The name that the user knows a module's class by."""
-    return type(module).__name__.removeprefix("Opened")
+    kind = type(module)
+    return kind.__bases__[1].__name__ if isinstance(module, OpenedModule) else kind.__name__
 
 
 @contextmanager

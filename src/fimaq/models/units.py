@@ -70,6 +70,7 @@ class Unit:
     outputs: Signature = field(init=False)
     output_shapes: list[torch.Size] = field(init=False)
     carried: tuple[int, ...] = ()  # earlier units whose outputs are still needed after this one
+    passes_gradients: bool = True
     reconstructed: bool = True  # False: its ranges are searched, and that is all
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensors:
@@ -192,16 +193,19 @@ class UnitChain:
             if not all(t.is_floating_point() for t in given):
                 raise InputError(f"{unit.name} ({class_name(unit.module)}) gives integers, which is not supported")
             unit.output_shapes = [t.shape[1:] for t in given]
+            if unit.reconstructed:
+                unit.passes_gradients = _passes_gradients(unit, unit.inputs.split(two[unit.name][0]))
         self._outputs = {i: unit.outputs.split(two[unit.name][1]) for i, unit in enumerate(self.units)}
 
     @torch.no_grad()
     def _check(self, images: Tensor) -> None:
         """Find which earlier outputs each suffix needs, and that it then gives the model's own output."""
         whole = self.model(images)
-        if not isinstance(whole, Tensor):
-            kind = type(whole).__name__
+        if not isinstance(whole, Tensor) or whole.dim() < 2 or len(whole) != len(images):
+            kind = f"tensor of shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else type(whole).__name__
             raise InputError(
-                f"the model returns a {kind}, not one tensor of logits; wrap it in a module that does"
+                f"for {len(images)} images the model returns a {kind}, not one tensor of shape ({len(images)}, "
+                "..., classes); wrap it in a module that does"
             )
         self.output_shape = whole.shape[1:]
         outputs = self.__dict__.pop("_outputs")
@@ -213,9 +217,17 @@ class UnitChain:
                     raise InputError(f"the model cannot be continued after {unit.name}: its forward keeps state")
 
     def _needs(self, index: int, earlier: int, outputs: dict[int, Tensors], whole: Tensor) -> bool:
-        """True when the suffix after `index` reads the output of unit `earlier`: blanks are NaN, and spread."""
+        """True when the suffix after `index` reads the output of unit `earlier`: NaN in its place spread, or show
+        in what is chosen by comparing them."""
         carried = {i: outputs[i] for i in range(index) if i != earlier}
         return not torch.allclose(self.suffix(index, outputs[index], carried), whole, rtol=1e-4, atol=1e-5)
+
+
+@torch.enable_grad()
+def _passes_gradients(unit: Unit, inputs: Tensors) -> bool:
+    # Not the leaves themselves, which a unit that works in place must not change.
+    given = [t.clone().requires_grad_() * 1 if t.is_floating_point() else t for t in inputs]
+    return any(output.requires_grad for output in unit(given))
 
 
 def _record_calls(model: nn.Module, units: Iterable[Unit], images: Tensor) -> dict[str, tuple[Any, Any]]:

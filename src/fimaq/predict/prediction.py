@@ -11,7 +11,7 @@ from fimaq.config import FISHER_METHODS, Config
 from fimaq.device import numerics, with_precision
 from fimaq.models.build import build_architecture
 from fimaq.models.units import UnitChain
-from fimaq.pipeline import prepare_chain
+from fimaq.pipeline import check_learnable, prepare_chain
 from fimaq.predict import fitted, timed
 from fimaq.predict.sizes import Sizes, count_sizes
 from fimaq.reconstruct.cache import GPU, HOST, PINNED
@@ -60,10 +60,12 @@ def predict(config: Config, image_shape: tuple[int, ...], devices: Sequence[torc
     weights have. On a CPU pieces of the run are timed.
     """
     assert config.model is not None
-    with torch.random.fork_rng(), numerics(config):
+    with torch.random.fork_rng(), numerics(config, torch.device("cpu")):
         torch.manual_seed(0)
         model = build_architecture(config.model, config.num_classes, config.model_args)
-        chain = prepare_chain(model, torch.randn(2, *image_shape), config)[1]
+        example = torch.randn(2, *image_shape)
+        chain = prepare_chain(model, example, config)[1]
+        check_learnable(chain, example, config)
         sizes = count_sizes(chain, torch.randn(2, *image_shape), config.weight_bits)
         found = [predict_on(device, chain, sizes, config) for device in devices]
         if any(device.type == "cpu" for device in devices):

@@ -108,7 +108,7 @@ def fisher_figure(
     device = choose_device(config.device)
     check_finite(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(numerics(config))
+        stack.enter_context(numerics(config, device))
         stack.enter_context(bounded(device, config.memory_budget))
         chain = _prepared(copy.deepcopy(model).to(device).eval(), images, config, device)
         index, width, tokens = _find(chain, unit, token, channels)

@@ -96,7 +96,7 @@ def measure(
     structure = structure_of(RunDirectory.open_existing(material.path))
     stored = material.config.get("preprocessing")
     disagreements = Disagreements(Preprocessing.from_dict(stored) if stored else None)
-    with numerics(Config.create()):
+    with numerics(Config.create(), device):
         original, quantized = original.to(device).eval(), quantized.to(device).eval()
         try:
             twin = full_precision_twin(original, quantized, structure, images[:1].to(device))
