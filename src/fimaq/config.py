@@ -202,7 +202,7 @@ class Config(BaseModel):
         """Whether steps are compiled on a device of this type.
 
         On a GPU that costs a quarter of a minute for each kind of unit and saves about 2 ms in each iteration of
-        each. On a CPU it costs minutes, needs a C++ compiler, and is not done unasked.
+        each. On a CPU it needs a C++ compiler and saves nothing, so it is not done unasked.
         """
         return device == "cuda" and self.iters >= COMPILED_FROM if self.compile is None else self.compile
 

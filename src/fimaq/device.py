@@ -98,7 +98,7 @@ def fast_products(device: torch.device) -> contextlib.AbstractContextManager[Non
 
 @contextlib.contextmanager
 def onednn() -> Iterator[None]:
-    """Matrix products of a CPU by oneDNN. PyTorch's usual library takes twice as long on AMD's with AVX-512.
+    """Matrix products of a CPU by oneDNN. PyTorch's usual library takes half as long again on AMD's.
 
     That it may round to bf16 is how PyTorch is told to ask it at all; without instructions for that, it does not.
     It is told so in the older of two ways unless the user has used the newer one, after which the older is

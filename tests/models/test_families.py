@@ -9,8 +9,9 @@ import torch
 from families import FAMILIES
 from torch import Tensor, nn
 
+from fimaq.models.find_products import float_products
 from fimaq.models.prepare import Structure, prepare_model
-from fimaq.models.products import float_products, watched
+from fimaq.models.products import watched
 from fimaq.models.units import UnitChain
 from fimaq.quant.layers import QuantizedLayer, quantized_layers, quantized_products, set_quantized
 

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fimaq.models import products
-from fimaq.models.products import are_probabilities, open_module, written_out_attention
+from fimaq.models.find_products import are_probabilities
+from fimaq.models.products import open_module, written_out_attention
 from fimaq.quant.layers import QuantMatMul
 
 GENERATOR = torch.Generator().manual_seed(0)

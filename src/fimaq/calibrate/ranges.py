@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fimaq.calibrate.search import in_chunks, search_range, search_scale
 from fimaq.config import Preset
-from fimaq.models.products import are_probabilities, watched
+from fimaq.models.find_products import are_probabilities
+from fimaq.models.products import watched
 from fimaq.quant.fake import fake_quantize
 from fimaq.quant.layers import QuantConv2d, QuantizedLayer, QuantLinear, QuantMatMul, largest_of_rows
 from fimaq.quant.quantizers import ActivationQuantizer, Quantizer

@@ -11,15 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fimaq.errors import InputError
-from fimaq.models.products import (
-    FloatProduct,
-    count_products,
-    float_products,
-    mark_nested,
-    open_module,
-    softmax_products,
-    watched,
-)
+from fimaq.models.find_products import FloatProduct, count_products, float_products, softmax_products
+from fimaq.models.products import mark_nested, open_module, watched
 from fimaq.quant.exact import exact_layer_norm
 from fimaq.quant.layers import QuantLinear, QuantMatMul, can_convert, convert_layer, restore_layer
 

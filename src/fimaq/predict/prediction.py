@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from fimaq.calibrate.search import CHUNK_ELEMENTS
+from fimaq.checks import check_learnable
 from fimaq.config import FISHER_METHODS, Config
 from fimaq.device import numerics, with_precision
 from fimaq.models.build import build_architecture
 from fimaq.models.units import UnitChain
-from fimaq.pipeline import check_learnable, prepare_chain
+from fimaq.pipeline import prepare_chain
 from fimaq.predict import fitted, timed
 from fimaq.predict.sizes import Sizes, count_sizes
 from fimaq.reconstruct.cache import GPU, HOST, PINNED
@@ -22,7 +23,7 @@ from fimaq.reconstruct.plan import UnitPlan, plan
 GIBIBYTE = 2**30
 CPU_LIBRARIES = 0.6 * GIBIBYTE
 """What a process takes with PyTorch loaded, before there is a model."""
-CPU_REST = 0.1 * GIBIBYTE
+CPU_REST = 0.32 * GIBIBYTE
 SEARCH_COPIES, SEARCH_CANDIDATES = 6, 88
 """Tensors of its largest size that a range search holds, and candidates it tries together if they are small."""
 COPIES = 3
@@ -133,7 +134,7 @@ def _host_bytes(sizes: Sizes, lists: Forecast, sweep: int, config: Config, devic
     working = [
         held[HOST] + max(suffix, looked_at) for held, suffix in zip(lists.while_learning, suffixes, strict=True)
     ]
-    tried = SEARCH_COPIES * min(4 * CHUNK_ELEMENTS["cpu"], SEARCH_CANDIDATES * looked_at)
+    tried = SEARCH_COPIES * min(4 * CHUNK_ELEMENTS["cpu"], SEARCH_CANDIDATES * looked_at) + looked_at
     return int(CPU_LIBRARIES + CPU_REST + tried + kept + max(lists.on_host, *working))
 
 
