@@ -213,17 +213,21 @@ def test_damaged_values_do_not_stop_the_page(value: Any) -> None:
         "quantized",
     )
     for key in keys:
-        written(metrics={key: value})
+        assert_complete(metrics={key: value})
     for key in inner:
-        written(metrics={"accuracy": {**ACCURACY, key: value}})
+        assert_complete(metrics={"accuracy": {**ACCURACY, key: value}})
     for key in ("losses", "weights", "flipped", "scale_changes", "unit", "finite", "seconds"):
         unit = {"unit": "u", "losses": [[0, 1.0], [1, 0.5]], "weights": 2, "flipped": 1, key: value}
-        written(metrics={"units": [unit]})
+        assert_complete(metrics={"units": [unit]})
     for key in ("settings", "model", "data", "given", "versions"):
-        written(config={key: value})
-    written(bench={"runtimes": {"r": {"times": [{"batch": value, "quantized": {"median_ms": value}}]}}})
-    written(bench={"threads": value, "runtimes": value})
-    written(exports=[{"bytes": value, "verification": value, "versions": value}])
+        assert_complete(config={key: value})
+    assert_complete(bench={"runtimes": {"r": {"times": [{"batch": value, "quantized": {"median_ms": value}}]}}})
+    assert_complete(bench={"threads": value, "runtimes": value})
+    assert_complete(exports=[{"bytes": value, "verification": value, "versions": value}])
+
+
+def assert_complete(**given: Any) -> None:
+    assert [found.get("id") for found in written(**given).iter("section")] == SECTIONS
 
 
 def test_the_configuration_to_repeat_a_run_is_complete_yaml() -> None:

@@ -66,9 +66,7 @@ def _try_fold(
 ) -> bool:
     """Fold, compare the model's output with `reference`, and undo when it differs."""
     changed: list[Any] = [norm, *readers]
-    biases = [(module, module.bias) for module in changed]
-    parameters = [p for module, bias in biases for p in (module.weight, bias) if p is not None]
-    before = [(parameter, parameter.data.clone()) for parameter in parameters]
+    before = [(m, m.weight.data.clone(), None if m.bias is None else m.bias.data.clone()) for m in changed]
     for reader in readers:
         if middle.any():
             shift = reader.weight.data @ middle
@@ -78,11 +76,9 @@ def _try_fold(
     norm.bias.data = (norm.bias.data - middle) / spread
     if _close(model(example), reference):
         return True
-    # The very parameters, which other modules may share.
-    for module, bias in biases:
-        module.bias = bias
-    for parameter, values in before:
-        parameter.data = values
+    for module, weight, bias in before:
+        module.weight.data = weight
+        module.bias = None if bias is None else _fixed(bias)
     return False
 
 
