@@ -96,6 +96,18 @@ def test_an_unknown_processor_is_refused(finished: Path) -> None:
     assert "'npu' is not known; accepted are any, vnni" in done.err
 
 
+@pytest.mark.parametrize(
+    ("out", "said"), [("missing/model.onnx", "a folder that exists"), ("model.xml", "it ends in .onnx")]
+)
+def test_a_place_for_the_file_is_refused_before_images_are_read(
+    out: str, said: str, finished: Path, tmp_path: Path
+) -> None:
+    done = fimaq("export", finished, "--out", tmp_path / out)
+    assert done.code == 2
+    assert said in done.err
+    assert "reading" not in done.err
+
+
 def test_images_that_moved_are_asked_for(exported: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(exported, run)

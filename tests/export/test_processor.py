@@ -148,13 +148,16 @@ def test_a_file_for_any_processor_mentions_vnni_where_it_would_be_faster(
         ({"processor": "npu"}, "'npu' is not known; accepted are any, vnni"),
     ],
 )
-def test_what_cannot_be_made_or_verified_is_refused_before_the_run_is_read(
+def test_what_cannot_be_made_or_verified_is_refused_before_the_run_is_loaded(
     asked: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    images = quantized("w4a4", tmp_path / "run")[1]
+    before = snapshot(tmp_path)
     monkeypatch.setattr(deliver, "cuts_off_sums", lambda: True)
+    monkeypatch.delattr(deliver, "load")
     with pytest.raises(InputError, match=message):
-        export_run(tmp_path, {"test": torch.zeros(2, 3, 8, 8)}, model=Overlapping(), **asked)
-    assert snapshot(tmp_path) == {}
+        export_run(tmp_path / "run", {"test": images}, model=Overlapping(), **asked)
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(

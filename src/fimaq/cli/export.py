@@ -74,11 +74,10 @@ def _export(
     from fimaq.artifact.run_directory import RunDirectory
     from fimaq.data import Preprocessing, build_transform, load_calibration
     from fimaq.data.folder import list_images
-    from fimaq.export.deliver import check_processor, export_run, refuse_detectors
+    from fimaq.export.deliver import export_run, find_target
 
-    check_processor(processor, kind)
     directory = RunDirectory.open_existing(run)
-    refuse_detectors(directory)
+    target = find_target(directory, kind, processor, out)
     config = directory.config
     if config.get("preprocessing") is None:
         raise InputError(f"{run} was made without image preprocessing; export it in Python")
@@ -96,4 +95,4 @@ def _export(
         raise InputError(
             f"the run's calibration images ({given}) are not there to verify on; give --calib or --verify DIR"
         )
-    return export_run(run, images, out, progress=progress, format=format, processor=processor)
+    return export_run(run, images, target, progress=progress, format=format, processor=processor)

@@ -33,7 +33,20 @@ def refuse_detectors(directory: RunDirectory) -> None:
         raise InputError(f"{directory.path} holds a detector; so far only classification models are exported")
 
 
-def check_processor(processor: str, kind: Format) -> None:
+def find_target(directory: RunDirectory, kind: Format, processor: str, out: str | Path | None) -> Path:
+    """Where the file goes; what cannot be made is refused, before anything slow is done for it."""
+    _check_processor(processor, kind)
+    refuse_detectors(directory)
+    _refuse_bit_exact(directory, kind)
+    target = Path(out) if out is not None else directory.path / kind.file
+    if target.is_dir() or not target.parent.is_dir():
+        raise InputError(f"{target} cannot be written: give --out a file in a folder that exists")
+    if target.suffix != Path(kind.file).suffix:
+        raise InputError(f"{target} is no name for format {kind.name}: it ends in {Path(kind.file).suffix}")
+    return target
+
+
+def _check_processor(processor: str, kind: Format) -> None:
     if processor not in LARGEST_SUMS:
         raise InputError(f"processor {processor!r} is not known; accepted are {', '.join(LARGEST_SUMS)}")
     if processor == "vnni" and kind.symmetric:
@@ -63,15 +76,11 @@ def export_run(
     """
     progress = progress or Silent()
     kind = find_format(format)
-    check_processor(processor, kind)
     path = Path(run)
     directory = RunDirectory.open_existing(path)
-    refuse_detectors(directory)
-    target = Path(out) if out is not None else path / kind.file
-    _check(target, kind)
+    target = find_target(directory, kind, processor, out)
     if not any(len(given) for given in images.values()):
         raise InputError("an export is verified on images, and none were given: use --verify DIR")
-    _refuse_bit_exact(directory, kind)
     stayed_float = directory.read_metrics().get("stayed_float", [])
     own = load(path, model)
     progress.note(f"translating for {kind.runtime}")
@@ -162,13 +171,6 @@ def _input(example: Tensor, step: tuple[int, int] | None) -> dict[str, Any]:
         "multiples": step,
         "type": "float32",
     }
-
-
-def _check(target: Path, kind: Format) -> None:
-    if target.is_dir() or not target.parent.is_dir():
-        raise InputError(f"{target} cannot be written: give --out a file in a folder that exists")
-    if target.suffix != Path(kind.file).suffix:
-        raise InputError(f"{target} is no name for this format: it ends in {Path(kind.file).suffix}")
 
 
 def _opened(path: Path, kind: Format) -> Session:
