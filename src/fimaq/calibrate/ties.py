@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.calibrate.ranges import recorded_inputs
+from fimaq.calibrate.reciprocals import divisible
 from fimaq.quant.layers import QuantizedLayer, QuantMatMul, largest_of_rows
 from fimaq.quant.quantizers import ActivationQuantizer
 from fimaq.ranks import ALONE, Ranks
@@ -46,12 +47,13 @@ def _move_away(quantizer: ActivationQuantizer, x: Tensor, ranks: Ranks) -> bool:
     """Change the scale if clearly more lies between two codes than under a neighbouring one."""
     if quantizer.scale.numel() > 1:
         return False
-    counted = torch.tensor([_between_codes(quantizer, x, factor) for factor in FACTORS])
+    scales = [quantizer.scale, *(divisible(quantizer.scale * factor) for factor in FACTORS[1:])]
+    counted = torch.tensor([_between_codes(quantizer, x, scale) for scale in scales])
     ranks.sum_(counted)
     counts = counted.tolist()
     if counts[0] <= max(1.0, UNLUCKY * statistics.median(counts)):
         return False
-    quantizer.set_range(quantizer.scale * FACTORS[counts.index(min(counts))], quantizer.zero_point)
+    quantizer.set_range(scales[counts.index(min(counts))], quantizer.zero_point)
     return True
 
 
@@ -66,8 +68,8 @@ def _quantized(module: nn.Module, inputs: list[Tensor]) -> Iterator[tuple[Activa
         yield module.input_quantizer, module.columns(inputs[0])
 
 
-def _between_codes(quantizer: ActivationQuantizer, x: Tensor, factor: float) -> int:
+def _between_codes(quantizer: ActivationQuantizer, x: Tensor, scale: Tensor) -> int:
     """How many values lie between two codes of the range; beyond its ends nothing is decided."""
-    steps = x / (quantizer.scale * factor)
+    steps = x / scale
     between = steps[(steps - steps.floor() - 0.5).abs_() < NEAR]
     return int(((between > -quantizer.zero_point) & (between < quantizer.levels - quantizer.zero_point)).sum())

@@ -28,11 +28,15 @@ def write(
 
 
 def _quantize(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
-    """Whole numbers of steps by operators of their own, exactly; QuantizeLinear then only makes bytes of them."""
-    steps = op.Round(op.Div(x, scale))
+    """Whole numbers of steps by operators of their own; QuantizeLinear then only makes bytes of them.
+
+    x is clipped before it is divided: what OpenVINO finds between two multiplications it leaves where it is, and a
+    LayerNorm's weights would otherwise be multiplied by 1 / scale, which rounds anew.
+    """
     zero = op.CastLike(zero_point, scale)
-    limits = [op.Sub(op.Constant(value_float=float(limit)), zero) for limit in (low, high)]
-    return op.QuantizeLinear(op.Clip(steps, *limits), op.Constant(value_float=1.0), zero_point)
+    limits = [op.Mul(op.Sub(op.Constant(value_float=float(limit)), zero), scale) for limit in (low, high)]
+    steps = op.Round(op.Div(op.Clip(x, *limits), scale))
+    return op.QuantizeLinear(steps, op.Constant(value_float=1.0), zero_point)
 
 
 def _convolve(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fimaq.calibrate.ranges import set_ranges
+from fimaq.calibrate.reciprocals import make_scales_divisible
 from fimaq.calibrate.ties import avoid_ties
 from fimaq.config import FISHER_METHODS, Config
 from fimaq.fisher.collect import Sample, collect_averages, flat
@@ -232,6 +233,7 @@ class Reconstruction:
                 for start, stop in self._sweep(self.looked_at):
                     unit(self.cache.rows("quantized inputs", start, stop))
 
+            make_scales_divisible(unit.module)
             avoid_ties(unit.module, run, self.ranks, keep_on_host=self.config.memory_budget is not None)
         return UnitResult(losses, finite, flipped, sum(layer.weight.numel() for layer in layers))
 

@@ -1,0 +1,33 @@
+"""Scales by which a product with the reciprocal divides.
+
+Some runtimes multiply by 1 / scale, rounded to a float, instead of dividing by the scale: OpenVINO does. For most
+scales that gives another last bit in a third of all values, and in a network of low-bit codes last bits matter
+(`ties.py`). But of a thousand neighbouring floats one has a reciprocal that is nearly a float itself.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fimaq.quant.layers import activation_quantizers
+
+NEIGHBOURS = 512
+"""How many floats away a scale may go in either direction: up to 6e-5 of it, which changes no accuracy."""
+
+
+@torch.no_grad()
+def make_scales_divisible(unit: nn.Module) -> None:
+    """Change the scales in the last digits. Scales per token are left alone: no runtime takes them."""
+    for _, quantizer in activation_quantizers(unit):
+        if quantizer.scale.numel() == 1:
+            quantizer.set_range(divisible(quantizer.scale), quantizer.zero_point)
+
+
+def divisible(scale: Tensor) -> Tensor:
+    """The float close to this one (a single one) that differs least from the reciprocal of its own reciprocal."""
+    if scale.dtype != torch.float32:
+        return scale
+    counted = torch.arange(2 * NEIGHBOURS + 1, dtype=torch.int32, device=scale.device)
+    away = torch.where(counted % 2 == 0, counted // 2, -counted // 2)  # 0, -1, 1, -2, 2: of equals the nearest
+    floats = (scale.reshape(1).view(torch.int32) + away).view(torch.float32)
+    errors = (floats.double() * floats.reciprocal().double() - 1).abs()
+    return floats[errors.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin()].reshape(scale.shape)
