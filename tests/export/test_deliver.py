@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from runs import snapshot
+from torch import nn
 
 import fimaq
 from fimaq.data.demo import demo_calibration, demo_model, demo_test
@@ -137,6 +138,36 @@ def test_a_file_should_agree_as_often_as_the_run_with_itself(same: int, of_the_r
     compared = {"images": 1000, "same_top1": same, "same_top1_of_the_run_with_itself": of_the_run}
     found = {"integer_products": 3, "float_products": {}, "agreement": {"test": compared}}
     assert (verify.shortcomings(found, 3, floats_expected=False) == []) is good
+
+
+class LastBits(nn.Module):
+    """Two logits that change places with the last bit of a LayerNorm's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        odd = (self.norm(x).view(torch.int32)[:, :1] & 1).float()
+        return torch.cat([odd, 1 - odd], 1)
+
+
+@torch.no_grad()
+def test_a_file_in_doubt_is_compared_with_a_run_disturbed_in_several_ways() -> None:
+    model, images = LastBits(), torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
+    itself = []
+    for seed in range(verify.DISTURBANCES):
+        with verify.last_bits_disturbed(model, seed):
+            other = torch.cat([model(batch) for batch in images.split(verify.BATCH)])
+        itself.append(int((other.argmax(1) == LastBits()(images).argmax(1)).sum()))
+    assert len(set(itself)) > 1
+
+    def compared(file: Any) -> tuple[float, ...]:
+        found = verify._compare(file, model, images)
+        return tuple(found[n] for n in ("same_top1", "same_top1_of_the_run_with_itself", "times_disturbed"))
+
+    assert compared(model) == (300, itself[0], 1)
+    assert compared(lambda batch: -model(batch)) == (0, sum(itself) / len(itself), 5)
 
 
 def test_a_model_that_takes_any_size_gives_a_file_that_does(tmp_path: Path) -> None:

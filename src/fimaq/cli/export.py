@@ -52,7 +52,7 @@ def export(
     for name, compared in found["agreement"].items():
         typer.echo(
             f"same top-1 as the run on {compared['same_top1']} of {compared['images']} images ({name}); the run "
-            f"itself with last bits disturbed: {compared['same_top1_of_the_run_with_itself']}"
+            f"itself with last bits disturbed: {compared['same_top1_of_the_run_with_itself']:g}"
         )
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from fimaq.export.sessions import Session
 
 WANTED_AGREEMENT = 0.99
+DISTURBANCES = 5
+"""How often a run is compared with itself where its file is in doubt: of a few hundred images once says little."""
 BATCH = 32
 
 
@@ -37,13 +39,24 @@ def _compare(session: Session, model: nn.Module, images: Tensor) -> dict[str, An
     batches = images.split(BATCH)
     own = torch.cat([model(batch) for batch in batches])
     file = torch.cat([session(batch) for batch in batches])
-    with last_bits_disturbed(model):
-        itself = torch.cat([model(batch) for batch in batches])
+
+    def disturbed(seed: int) -> Tensor:
+        with last_bits_disturbed(model, seed):
+            return torch.cat([model(batch) for batch in batches])
+
+    def same_top1(other: Tensor) -> int:
+        return int((own.argmax(1) == other.argmax(1)).sum())
+
+    itself = disturbed(0)
+    of_the_run = [same_top1(itself)]
+    if _clearly_fewer(same_top1(file), _wanted(of_the_run[0], len(images)), len(images)):
+        of_the_run += [same_top1(disturbed(seed)) for seed in range(1, DISTURBANCES)]
     errors = (own - file).abs()
     return {
         "images": len(images),
-        "same_top1": int((own.argmax(1) == file.argmax(1)).sum()),
-        "same_top1_of_the_run_with_itself": int((own.argmax(1) == itself.argmax(1)).sum()),
+        "same_top1": same_top1(file),
+        "same_top1_of_the_run_with_itself": round(sum(of_the_run) / len(of_the_run), 1),
+        "times_disturbed": len(of_the_run),
         "largest_logit_error": round(errors.max().item(), 6),
         "mean_logit_error": round(errors.mean().item(), 6),
         "mean_logit_error_of_the_run_with_itself": round((own - itself).abs().mean().item(), 6),
@@ -51,13 +64,25 @@ def _compare(session: Session, model: nn.Module, images: Tensor) -> dict[str, An
     }
 
 
+def _wanted(of_the_run: float, count: int) -> float:
+    """The share of `count` images on which a file should agree with a run that does so itself on `of_the_run`."""
+    return min(WANTED_AGREEMENT, of_the_run / count)
+
+
+def _clearly_fewer(same: int, wanted: float, count: int) -> bool:
+    """By more than three standard errors, so that a handful of images does not refuse a good file."""
+    variance = max(0.01, wanted * (1 - wanted)) * count
+    measured_too = 1 + 1 / DISTURBANCES  # what is wanted is known from as few images, disturbed in several ways
+    return same < wanted * count - 3 * math.sqrt(variance * measured_too)
+
+
 @contextmanager
-def last_bits_disturbed(model: nn.Module) -> Iterator[None]:
+def last_bits_disturbed(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """One in three outputs of LayerNorm and GELU is another float, as it is in another library.
 
     Of a LayerNorm it is a neighbouring one. GELU is x / 2 times a sum, 1 + erf, that is rounded in its last bit.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def disturb(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -87,9 +112,7 @@ def shortcomings(found: dict[str, Any], products: int, floats_expected: bool) ->
         faults.append(f"products in float: {found['float_products']}")
     for name, compared in found["agreement"].items():
         count, same = compared["images"], compared["same_top1"]
-        wanted = min(WANTED_AGREEMENT, compared["same_top1_of_the_run_with_itself"] / count)
-        # Three standard errors less than what is wanted, so that a handful of images does not refuse a good file.
-        spread = 3 * math.sqrt(max(0.01, wanted * (1 - wanted)) * count)
-        if same < wanted * count - spread:
+        wanted = _wanted(compared["same_top1_of_the_run_with_itself"], count)
+        if _clearly_fewer(same, wanted, count):
             faults.append(f"same top-1 as the run on {same} of {count} images ({name}), {wanted:.1%} are expected")
     return faults
