@@ -43,7 +43,7 @@ def assert_alike(name: str, given: dict[str, Any], folder: Path) -> None:
     assert told["fidelity"]["kl_divergence"] == pytest.approx(metrics["fidelity"]["kl_divergence"], rel=0.1)
     for one, other in zip(metrics["units"], told["units"], strict=True):
         first = [[loss for _, loss in unit["losses"][:1]] for unit in (one, other)]
-        assert first[0] == pytest.approx(first[1], rel=1e-3), one["unit"]
+        assert first[0] == pytest.approx(first[1], rel=1e-2), one["unit"]
 
 
 def assert_same_bits(name: str, given: dict[str, Any], size: int, folder: Path) -> None:
