@@ -23,7 +23,7 @@ def make_scales_divisible(unit: nn.Module) -> None:
 
 
 def divisible(scale: Tensor) -> Tensor:
-    """The float in the cell of this one (a single one) that differs least from the reciprocal of its own reciprocal.
+    """The float in the cell of this one that differs least from the reciprocal of its own reciprocal.
 
     Cells lie at fixed places, so that scales which differ in the last bit, as two processes have them, become one.
     """
