@@ -78,18 +78,20 @@ def _clearly_fewer(same: int, wanted: float, count: int) -> bool:
 
 @contextmanager
 def last_bits_disturbed(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """One in three outputs of LayerNorm and GELU is another float, as it is in another library.
+    """Some outputs of LayerNorm and GELU are other floats, as they are in another library.
 
-    Of a LayerNorm it is a neighbouring one. GELU is x / 2 times a sum, 1 + erf, that is rounded in its last bit.
+    Of a LayerNorm one in two is a neighbouring one: onnxruntime's differ by 0.8 of that on average, OpenVINO's by
+    0.95. GELU is x / 2 times a sum, 1 + erf, that is rounded in its last bit; one in three has another.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def disturb(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        drawn = torch.randint(6, output.shape, generator=generator)  # 0: down, 1: up, else as it is
+        gelu = isinstance(module, nn.GELU)
+        drawn = torch.randint(6 if gelu else 4, output.shape, generator=generator)  # 0: down, 1: up, else as it is
         direction = drawn.to(output.dtype) - 0.5
-        if isinstance(module, nn.GELU):
+        if gelu:
             other = output + direction * inputs[0].abs() * torch.finfo(output.dtype).eps
         else:
             other = torch.nextafter(output, direction * torch.inf)
