@@ -28,10 +28,13 @@ Alpha = Annotated[float | None, typer.Option(help=f"Share of the low-rank term. 
 Damping = Annotated[
     float | None, typer.Option(help="Share of the plain squared error in the loss. [default: 0; detection: 0.5]")
 ]
-CalibSize = Annotated[int | None, typer.Option(help=f"Calibration images. {default_of('calib_size')}")]
-ValSize = Annotated[int | None, typer.Option(help="Validation images at the end. [default: all; 500 on a CPU]")]
+CalibSize = Annotated[int | None, typer.Option(help="Calibration images. [default: 1024; detection: 256]")]
+ValSize = Annotated[
+    int | None,
+    typer.Option(help="Validation images at the end. [default: all; of a classifier on a CPU: 500]"),
+]
 BatchSize = Annotated[
-    int | None, typer.Option(help=f"Images in a reconstruction step. {default_of('batch_size')}")
+    int | None, typer.Option(help="Images in a reconstruction step. [default: 32; detection: 4]")
 ]
 CropPct = Annotated[float | None, typer.Option(help="Overrides the model's own; 1.0: no crop.")]
 ModelArg = Annotated[

@@ -36,7 +36,10 @@ def quantize(
     ] = None,
     preset: options.Preset = None,
     iters: options.Iters = None,
-    rank: Annotated[int | None, typer.Option(help="Rank k of the Fisher approximation. [default: 15]")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="Rank k of the Fisher approximation. [default: 15; below 600 iterations iters / 40]"),
+    ] = None,
     alpha: options.Alpha = None,
     damping: options.Damping = None,
     calib_size: options.CalibSize = None,
@@ -64,7 +67,7 @@ def quantize(
     ] = None,
     bit_exact: Annotated[
         bool | None,
-        typer.Option("--bit-exact", help="Exported files give the run's bits in onnxruntime; a little slower."),
+        typer.Option("--bit-exact", help="Exported files give mostly the run's bits in onnxruntime; slower."),
     ] = None,
     device: options.Device = None,
     precision: options.Precision = None,
