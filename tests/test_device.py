@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fimaq.config import Config
-from fimaq.device import numerics, onednn, onednn_is_exact, with_precision
+from fimaq.device import choose_device, numerics, onednn, onednn_is_exact, with_precision
+from fimaq.errors import InputError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -145,3 +146,11 @@ def test_one_process_with_the_bits_of_several_keeps_to_the_usual_library(monkeyp
         assert settings_of_products() == before
     with numerics(Config.create(parts=1), CPU):
         assert settings_of_products()[0] == "bf16"
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(InputError, match=r"'cuda:7' is not there; accepted are cuda:0 to cuda:1"):
+        choose_device("cuda:7")

@@ -75,7 +75,7 @@ def architecture_of(model: nn.Module, args: dict[str, Any], example: Tensor) -> 
     if not name:
         return None
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             twin = build_architecture(name, getattr(model, "num_classes", None), args)
     except InputError:
         return None

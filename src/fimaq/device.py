@@ -25,6 +25,9 @@ def choose_device(name: str) -> torch.device:
         raise InputError(f"device {name!r} is not supported; accepted are auto, cpu and cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError("device 'cuda' was asked for, but this PyTorch sees no CUDA GPU; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise InputError(f"device {name!r} is not there; accepted are cuda:0 to cuda:{last}, auto and cpu")
     return device
 
 
@@ -54,6 +57,7 @@ def numerics(config: Config, device: torch.device, ranks: Ranks = ALONE) -> Iter
     alone = ranks.size == 1 and config.parts in (None, 1)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autocast(device.type, enabled=False))  # the caller's
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))  # what is asked of "the" GPU is asked of this one
                 stack.enter_context(tf32(config.precision in ("tf32", "bf16")))

@@ -104,6 +104,13 @@ def test_a_file_of_other_things_is_refused(tmp_path, content):
         read_state_dict(tmp_path / "w.pth")
 
 
+@pytest.mark.parametrize("tensor", [torch.ones(2, 2).to_sparse(), torch.empty(2, 2, device="meta")])
+def test_tensors_that_are_not_plain_are_refused_by_name(tmp_path, tensor):
+    torch.save({"head.weight": tensor}, tmp_path / "w.pth")
+    with pytest.raises(InputError, match=r"w\.pth: head\.weight is a sparse"):
+        read_state_dict(tmp_path / "w.pth")
+
+
 @pytest.mark.parametrize("content", [b"", b"<html>404</html>", b"hello"])
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_a_file_of_no_known_format_is_refused(tmp_path, content, suffix):

@@ -4,6 +4,8 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from own_models import (
@@ -20,6 +22,7 @@ from own_models import (
 from torch import Tensor, nn
 
 import fimaq
+from fimaq.errors import InputError
 from fimaq.quant.layers import quantized_products
 
 
@@ -172,3 +175,150 @@ def test_a_layer_that_nothing_reads_learns_nothing():
     changes = run.metrics["units"][1]["scale_changes"]
     # Only its last digits move, in which scales divide as their reciprocals do.
     assert abs(changes["idle.input_quantizer"]) < 2e-4 < abs(changes["qkv.input_quantizer"])
+
+
+class ReadsWeights(nn.Module):
+    """Calls F.linear with the weight of its layer, and multiplies no activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp_of(self.attention(x))
+
+    def mlp_of(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.mlp.weight, self.mlp.bias)
+
+
+def test_a_layer_whose_weight_is_read_past_it_is_quantized_and_stored(tmp_path: Path):
+    model = Model(ReadsWeights())
+    run = quantize(model, method="fima-q", out=tmp_path / "run")
+    called = []
+    run.model.blocks[0].mlp.register_forward_hook(lambda *_: called.append(1))
+    assert_is_close(run, model)
+    assert called
+    with torch.no_grad():
+        assert torch.equal(fimaq.load(tmp_path / "run", model)(IMAGES), run.model(IMAGES))
+
+
+def test_such_a_layer_may_have_a_massive_channel():
+    settings = {"img_size": 32, "patch_size": 16, "depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 7}
+    model = timm.create_model("beit_base_patch16_224", **settings).eval()
+    with torch.no_grad():
+        model.blocks[0].norm1.bias[3] = 200.0
+    images = torch.randn(8, 3, 32, 32)
+    run = fimaq.quantize(model, images, **{**SETTINGS, "method": "rtn"})
+    assert run.model.blocks[0].attn.qkv.divided
+    with torch.no_grad():
+        assert (run.model(images) - model(images)).norm() < 0.05 * model(images).norm()
+
+
+class InPlace(Attention):
+    """Changes what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return super().forward(x)
+
+
+class OutOfPlace(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 1)
+
+
+class InPlaceAfterwards(Attention):
+    """Changes what a layer of its has read, through which no gradient can then be taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(super().forward(x))
+        x += 20 * self.wide(x)
+        return x
+
+
+class OutOfPlaceAfterwards(InPlaceAfterwards):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(Attention.forward(self, x))
+        return x + 20 * self.wide(x)
+
+
+class InPlaceBetween(Model):
+    """Changes outputs of its patch embedding and of its blocks."""
+
+    def forward(self, images: Tensor) -> Any:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x += 0.5
+        x = F.relu(self.blocks[0](x), inplace=True)
+        return self.head(self.norm(x).mean(1))
+
+
+class OutOfPlaceBetween(Model):
+    def forward(self, images: Tensor) -> Any:
+        x = F.relu(self.blocks[0](self.patches(images).flatten(2).transpose(1, 2) + 0.5))
+        return self.head(self.norm(x).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("method", "in_place", "out_of_place"),
+    [
+        ("rtn", InPlace, OutOfPlace),
+        ("fima-q", InPlace, OutOfPlace),
+        ("rtn", InPlaceAfterwards, OutOfPlaceAfterwards),
+    ],
+)
+def test_what_is_changed_in_place_is_quantized_as_what_is_not(
+    method: str, in_place: type[nn.Module], out_of_place: type[nn.Module]
+):
+    one, two = InPlaceBetween(in_place()), OutOfPlaceBetween(out_of_place())
+    two.load_state_dict(one.state_dict())
+    runs = [quantize(model, method=method, bits="w8a4") for model in (one, two)]
+    with torch.no_grad():
+        assert torch.equal(runs[0].model(IMAGES), runs[1].model(IMAGES))
+
+
+def test_what_gradients_need_must_not_be_changed_in_place():
+    with pytest.raises(InputError, match=r"no gradients pass through blocks\.0 .*x \+= \.\.\."):
+        quantize(Model(InPlaceAfterwards()), method="qdrop")
+
+
+class WithoutProjections(nn.Module):
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16) if layer else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + F.scaled_dot_product_attention(x, key=x, value=x))
+
+
+@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize("method", ["qdrop", "fima-q"])
+def test_attention_without_projections_is_quantized(method: str, layer: bool):
+    model = Model(WithoutProjections(layer))
+    assert_is_close(quantize(model, method=method), model)
+
+
+class NamedOperands(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        scores = torch.softmax(input=torch.matmul(query, other=key.mT) / 4, dim=-1)
+        return x + self.proj(torch.bmm(input=scores, mat2=value))
+
+
+def test_operands_may_be_given_by_name():
+    model = Model(NamedOperands())
+    run = quantize(model, method="fima-q")
+    assert len(run.model.blocks[0].products) == 2
+    assert_is_close(run, model)
+
+
+def test_the_callers_autocast_is_left_out():
+    model = Model()
+    plain = quantize(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        run = quantize(model)
+    with torch.no_grad():
+        assert torch.equal(run.model(IMAGES), plain.model(IMAGES))

@@ -167,16 +167,6 @@ def test_a_model_that_draws_random_numbers_is_refused():
         quantize(Random())
 
 
-class Inplace(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(2))
-
-
-def test_a_block_that_changes_what_it_is_given_is_refused():
-    with pytest.raises(InputError, match="cannot be continued after patches"):
-        quantize(Model(Inplace()))
-
-
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_another_type_are_refused_with_what_to_do(kind: torch.dtype):
     with pytest.raises(InputError, match=rf"weights of type {kind}.*model\.float\(\)"):
@@ -207,3 +197,43 @@ def test_a_model_that_cannot_be_copied_is_refused_with_a_way_out(tmp_path: Path)
 def test_a_scripted_model_is_refused():
     with pytest.raises(InputError, match="TorchScript"):
         quantize(torch.jit.trace(Model().eval(), IMAGES))
+
+
+class CountsImages(Attention):
+    def forward(self, x: Tensor, images: int) -> Tensor:
+        return super().forward(x.reshape(images, -1, 16))
+
+
+class TellsTheNumber(Model):
+    def forward(self, images: Tensor) -> Any:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = self.blocks[0](x, len(images))
+        return self.head(self.norm(x).mean(1))
+
+
+def test_a_block_that_is_told_the_number_of_images_is_refused():
+    with pytest.raises(InputError, match=r"blocks\.0 \(CountsImages\) takes or gives the number 2 for two images"):
+        quantize(TellsTheNumber(CountsImages()), method="rtn")
+
+
+def test_a_layer_that_two_blocks_share_is_refused():
+    model = Model()
+    model.blocks.append(Attention())
+    model.blocks[1].proj = model.blocks[0].proj
+    with pytest.raises(InputError, match=r"blocks\.1\.proj is also a part of blocks\.0: layers that two blocks"):
+        quantize(model, method="rtn")
+
+
+class Hidden(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [Attention()]
+
+    def forward(self, images: Tensor) -> Any:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        return self.head(self.norm(self.hidden[0](self.blocks[0](x))).mean(1))
+
+
+def test_a_block_in_a_plain_list_is_refused():
+    with pytest.raises(InputError, match="Attention multiplies and is not among the model's modules"):
+        quantize(Hidden())

@@ -131,7 +131,7 @@ def find_readers(model: nn.Module, norm: nn.LayerNorm, example: Tensor) -> list[
 
 def _inputs_of(model: nn.Module, layers: list[QuantLinear], example: Tensor) -> dict[QuantLinear, Tensor]:
     inputs: dict[QuantLinear, Tensor] = {}
-    hooks = [m.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0])) for m in layers]
+    hooks = [m.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0].clone())) for m in layers]
     try:
         with watched(model):
             model(example)

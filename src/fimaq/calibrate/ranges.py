@@ -123,10 +123,14 @@ def recorded_inputs(
 
 
 def recorded_calls(
-    unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False
+    unit: nn.Module, run: Callable[[], Any], keep_on_host: bool = False, copied: bool = False
 ) -> dict[nn.Module, list[list[Tensor]]]:
-    """Module -> its input tensors in each call during `run()`."""
+    """Module -> its input tensors in each call during `run()`.
+
+    Copies of them where the unit changes one in place later.
+    """
     seen: dict[nn.Module, list[list[Tensor]]] = {}
+    versions: list[tuple[Tensor, int]] = []
     running: set[nn.Module] = set()
 
     def record(module: nn.Module, args: Sequence[Any]) -> None:
@@ -134,8 +138,10 @@ def recorded_calls(
             return
         running.add(module)
         count = 2 if isinstance(module, QuantMatMul) else 1
-        kept = [a.detach() for a in args[:count]]
-        seen.setdefault(module, []).append([a.cpu() for a in kept] if keep_on_host else kept)
+        kept = [a.detach().clone() if copied else a.detach() for a in args[:count]]
+        kept = [a.cpu() for a in kept] if keep_on_host else kept
+        versions.extend((a, a._version) for a in kept)
+        seen.setdefault(module, []).append(kept)
 
     def leave(module: nn.Module, *_: Any) -> None:
         running.discard(module)
@@ -149,6 +155,8 @@ def recorded_calls(
     finally:
         for hook in hooks:
             hook.remove()
+    if any(tensor._version != version for tensor, version in versions):
+        return recorded_calls(unit, run, keep_on_host, copied=True)
     return seen
 
 

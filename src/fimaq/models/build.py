@@ -120,6 +120,11 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()
     ):
         raise InputError(f"weights file {path} holds {type(content).__name__}, not a plain state dict of tensors")
+    for name, tensor in content.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise InputError(
+                f"weights file {path}: {name} is a sparse, quantized or empty tensor, not a plain one"
+            )
     return content
 
 

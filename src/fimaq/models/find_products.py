@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fimaq.errors import InputError
-from fimaq.models.products import FUSED_ATTENTION, MATMULS, class_name, has_parameter, watched
+from fimaq.models.products import FUSED_ATTENTION, class_name, multiplied_activations, watched
 from fimaq.quant.layers import QUANTIZED, QuantMatMul
 
 
@@ -45,10 +45,16 @@ def count_products(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
 
     class Counter(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = 2 if func is FUSED_ATTENTION else int(func in MATMULS and not has_parameter(args))
+            found = 2 if func is FUSED_ATTENTION else int(bool(multiplied_activations(func, args, kwargs)))
             running_linear = func is F.linear and not isinstance(stack[-1], nn.Linear) if stack else False
             if stack and (found or running_linear):
-                name = names[id(stack[-1])]
+                name = names.get(id(stack[-1]))
+                if name is None:
+                    kind = class_name(stack[-1])
+                    raise InputError(
+                        f"{kind} multiplies and is not among the model's modules: keep it in an nn.ModuleList "
+                        "instead of a list"
+                    )
                 counts[name] = counts.get(name, 0) + found
             return func(*args, **(kwargs or {}))
 

@@ -52,7 +52,7 @@ class Structure:
         columns = [count for channels in structure.divided.values() for count in channels.values()]
         if not all(2 <= number <= 8 for number in bits):
             raise ValueError("bits are not from 2 to 8")
-        if not all(1 <= count <= MOST_PRODUCTS for count in counts) or not all(count >= 1 for count in columns):
+        if not all(0 <= count <= MOST_PRODUCTS for count in counts) or not all(count >= 1 for count in columns):
             raise ValueError("a number of products or columns is not possible")
         if not all(0 < offset < math.inf for offset in structure.exact.values()):
             raise ValueError("an offset of a grid is not a positive number")

@@ -146,13 +146,13 @@ class _ProductMode(_UnbindMode):
         kwargs = kwargs or {}
         if self.owner.nested and _innermost.get() is not self.owner:
             return super().__torch_function__(func, types, args, kwargs)
-        if func in MATMULS and len(args) == 2 and not has_parameter(args):
-            return self._multiply(*args)
+        if operands := multiplied_activations(func, args, kwargs):
+            return self._multiply(*operands)
         if func is FUSED_ATTENTION:
             products = self._multiply, self._multiply
             return written_out_attention(products, *args, **{**kwargs, "softmax": self._softmax})
         if func in _SOFTMAXES and _is_over_last(*args, **kwargs):
-            return self._softmax(args[0])
+            return self._softmax(args[0] if args else kwargs["input"])
         if func is F.linear:
             # BEiT, EVA and Swin-V2 call F.linear with the weight of a layer and a bias they put together.
             x, weight, bias = _linear_arguments(*args, **kwargs)
@@ -176,8 +176,12 @@ def _is_over_last(input: Tensor, dim: int | None = None, *options: Any, **others
     return dim in (-1, input.dim() - 1) and not converts
 
 
-def has_parameter(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, nn.Parameter) for a in args)
+def multiplied_activations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
+    """The operands of a product of two activations; nothing where `func` is something else."""
+    named = {"input", "other", "mat2"} & (kwargs or {}).keys()
+    operands = (*args, *((kwargs or {})[name] for name in sorted(named)))  # in the order of their places
+    is_product = func in MATMULS and len(operands) == 2 and len(named) == len(kwargs or {})
+    return operands if is_product and not any(isinstance(o, nn.Parameter) for o in operands) else ()
 
 
 def _learns_on_gpu(args: tuple[Any, ...]) -> bool:
@@ -205,7 +209,7 @@ class OpenedModule(nn.Module):
             _innermost.reset(outer)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.watched and not any(product.quantized for product in self.products):
+        if not self.watched and self._runs_as_written():
             with _UnbindMode() if _learns_on_gpu(args) else nullcontext():
                 return super().forward(*args, **kwargs)
         mode = _ProductMode(self)
@@ -221,6 +225,12 @@ class OpenedModule(nn.Module):
                 "a module used more than once, or whose products depend on its input, is not supported"
             )
         return result
+
+    def _runs_as_written(self) -> bool:
+        """No quantizer is on, and no layer, whose weight the module may read past it, is divided into columns."""
+        layers = [m for m in self.children() if isinstance(m, QuantLinear)]
+        quantized = any(m.quantized for m in (*self.products, *layers))
+        return not quantized and all(layer.shares is None for layer in layers)
 
     def _run_fused(self, mode: _ProductMode, *args: Any, **kwargs: Any) -> Any:
         """timm's Swin multiplies by itself unless told to call the fused attention, whose rows can be aligned."""

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from fimaq.errors import InputError
 from fimaq.models.prepare import Structure
 from fimaq.models.products import class_name
+from fimaq.quant.layers import QUANTIZED, quantized_layers
 
 Tensors = list[Tensor]
 
@@ -35,7 +36,10 @@ class Signature:
 
     @classmethod
     def of(cls, one: Any, two: Any) -> "Signature":
-        """Compare the values for one image and for two: what doubles in its first dimension is batched."""
+        """Compare the values for one image and for two: what doubles in its first dimension is batched.
+
+        Raises ValueError with a value that changes otherwise.
+        """
         leaves_one, _ = tree_flatten(one)
         leaves_two, spec = tree_flatten(two)
         batched, rows = [], []
@@ -43,6 +47,10 @@ class Signature:
             if isinstance(a, Tensor) and a.dim() > 0 and b.shape[0] == 2 * a.shape[0]:
                 batched.append(position)
                 rows.append(a.shape[0])
+            elif isinstance(a, Tensor) and a.shape != b.shape:
+                raise ValueError(f"a tensor of shape {tuple(b.shape)}")
+            elif isinstance(a, (int, torch.Size)) and a != b:
+                raise ValueError(f"the number {b}" if isinstance(b, int) else f"the shape {tuple(b)}")
         static = [None if position in batched else leaf for position, leaf in enumerate(leaves_two)]
         return cls(spec, static, batched, rows)
 
@@ -71,19 +79,23 @@ class Unit:
     output_shapes: list[torch.Size] = field(init=False)
     carried: tuple[int, ...] = ()  # earlier units whose outputs are still needed after this one
     passes_gradients: bool = True
+    changes_inputs: bool = True  # its forward may work in place, so it is given copies
     reconstructed: bool = True  # False: its ranges are searched, and that is all
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensors:
         """Batched inputs to batched outputs: lists of tensors with one row per image."""
-        args, kwargs = self.inputs.join(inputs)
+        args, kwargs = self.inputs.join(self._kept(inputs))
         return self.outputs.split(self.module(*args, **kwargs))
 
     def with_tensors(self, tensors: dict[str, Tensor], inputs: Sequence[Tensor]) -> Tensors:
         """The same with other parameters and buffers than the module's own, by name."""
         parameters = {name for name, _ in self.module.named_parameters()}
         kept = {n: nn.Parameter(t, requires_grad=False) if n in parameters else t for n, t in tensors.items()}
-        args, kwargs = self.inputs.join(inputs)
+        args, kwargs = self.inputs.join(self._kept(inputs))
         return self.outputs.split(functional_call(self.module, kept, args, kwargs))
+
+    def _kept(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [t.clone() for t in inputs] if self.changes_inputs else inputs
 
 
 class _ReachedUnit(Exception):  # noqa: N818  (a jump out of a forward pass, not an error)
@@ -103,11 +115,12 @@ class UnitChain:
         self.model = model
         self.image_shape = example.shape[1:]
         self.units = [
-            Unit(name, module, reconstructed=name not in only_searched)
+            Unit(name, module, reconstructed=name not in only_searched and any(quantized_layers(module)))
             for name, module in _find_units(model, structure).items()
         ]
         if not self.units:
             raise InputError("the model has no Linear or Conv2d layer that could be quantized")
+        _refuse_shared_parts(self.units)
         self._trace(example[:2])
         self._check(example[:2])
 
@@ -139,8 +152,7 @@ class UnitChain:
 
     def _blank_images(self, outputs: Sequence[Tensor]) -> Tensor:
         """Images for the model's forward to pass along while every unit that would read them is skipped."""
-        batch = outputs[0].shape[0]
-        return outputs[0].new_zeros(1).expand(batch, *self.image_shape)
+        return outputs[0].new_zeros(len(outputs[0]), *self.image_shape)
 
     @contextmanager
     def _replaced(self, given: dict[int, Tensors], upto: int, stop: int | None = None) -> Iterator[None]:
@@ -150,10 +162,14 @@ class UnitChain:
         def returning(index: int) -> Any:
             unit = self.units[index]
             tensors = given.get(index)
-            if tensors is None:
+
+            def give(*args: Any, **kwargs: Any) -> Any:  # what the model may then change in place
+                if tensors is not None:
+                    return unit.outputs.join([t.clone() for t in tensors])
                 like = next(iter(given.values()))[0]
-                tensors = [like.new_full((1,), torch.nan).expand(batch, *s) for s in unit.output_shapes]
-            return lambda *args, **kwargs: unit.outputs.join(tensors)
+                return unit.outputs.join([like.new_full((batch, *s), torch.nan) for s in unit.output_shapes])
+
+            return give
 
         def stopping(*args: Any, **kwargs: Any) -> Any:
             raise _ReachedUnit((args, kwargs))
@@ -185,8 +201,13 @@ class UnitChain:
                 raise InputError(f"{unit.name} ({kind}) is never called as a module, only its parts are")
         self.units = [unit for unit in sorted(self.units, key=lambda u: list(two).index(u.name))]
         for unit in self.units:
-            unit.inputs = Signature.of(one[unit.name][0], two[unit.name][0])
-            unit.outputs = Signature.of(one[unit.name][1], two[unit.name][1])
+            try:
+                unit.inputs, unit.outputs = map(Signature.of, one[unit.name], two[unit.name])
+            except ValueError as error:
+                raise InputError(
+                    f"{unit.name} ({class_name(unit.module)}) takes or gives {error} for two images, and "
+                    "something else for one: what depends on how many there are must be a tensor, images first"
+                ) from None
             if not unit.inputs.batched or not unit.outputs.batched:
                 raise InputError(f"{unit.name} ({class_name(unit.module)}) has no output per image to reconstruct")
             given = unit.outputs.split(two[unit.name][1])
@@ -194,7 +215,7 @@ class UnitChain:
                 raise InputError(f"{unit.name} ({class_name(unit.module)}) gives integers, which is not supported")
             unit.output_shapes = [t.shape[1:] for t in given]
             if unit.reconstructed:
-                unit.passes_gradients = _passes_gradients(unit, unit.inputs.split(two[unit.name][0]))
+                _look_at_forward(unit, unit.inputs.split(two[unit.name][0]))
         self._outputs = {i: unit.outputs.split(two[unit.name][1]) for i, unit in enumerate(self.units)}
 
     @torch.no_grad()
@@ -224,10 +245,35 @@ class UnitChain:
 
 
 @torch.enable_grad()
-def _passes_gradients(unit: Unit, inputs: Tensors) -> bool:
-    # Not the leaves themselves, which a unit that works in place must not change.
-    given = [t.clone().requires_grad_() * 1 if t.is_floating_point() else t for t in inputs]
-    return any(output.requires_grad for output in unit(given))
+def _look_at_forward(unit: Unit, inputs: Tensors) -> None:
+    """Whether gradients pass through a unit, and whether it changes what it is given."""
+    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
+    given = [t * 1 if t.requires_grad else t for t in leaves]  # a leaf must not be changed in place
+    versions, unit.changes_inputs = [t._version for t in given], False
+    weights = [layer.weight.requires_grad_() for _, layer in quantized_layers(unit.module)]
+    try:
+        outputs = unit(given)
+        unit.passes_gradients = passes_gradients(outputs, leaves, weights)
+    finally:
+        for weight in weights:
+            weight.requires_grad_(False)
+    unit.changes_inputs = versions != [t._version for t in given]
+
+
+def passes_gradients(outputs: Tensors, inputs: Tensors, weights: Sequence[Tensor] = ()) -> bool:
+    """Whether gradients of some output reach some input, and nothing that they need was changed in place."""
+    reached = [t for t in outputs if t.requires_grad]
+    wanted = [t for t in inputs if t.requires_grad]
+    if not reached or not wanted:
+        return False
+    ones = [torch.ones_like(t) for t in reached]
+    try:
+        found = torch.autograd.grad(reached, [*wanted, *weights], ones, allow_unused=True)
+    except RuntimeError as error:
+        if "inplace operation" in str(error):
+            return False
+        raise
+    return any(gradient is not None for gradient in found[: len(wanted)])
 
 
 def _record_calls(model: nn.Module, units: Iterable[Unit], images: Tensor) -> dict[str, tuple[Any, Any]]:
@@ -238,7 +284,8 @@ def _record_calls(model: nn.Module, units: Iterable[Unit], images: Tensor) -> di
         def record(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             if name in calls:
                 raise InputError(f"{name} is used more than once in a forward pass, which is not supported")
-            calls[name] = ((args, kwargs), result)
+            # A copy, for what is behind a unit may change its output in place.
+            calls[name] = ((args, kwargs), tree_map_only(Tensor, Tensor.clone, result))
 
         return record
 
@@ -249,6 +296,18 @@ def _record_calls(model: nn.Module, units: Iterable[Unit], images: Tensor) -> di
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def _refuse_shared_parts(units: Iterable[Unit]) -> None:
+    """What is learned in one unit must not change another."""
+    owners: dict[nn.Module, str] = {}
+    for unit in units:
+        for name, part in unit.module.named_modules():
+            if isinstance(part, QUANTIZED) and owners.setdefault(part, unit.name) != unit.name:
+                raise InputError(
+                    f"{_join(unit.name, name)} is also a part of {owners[part]}: layers that two blocks share are "
+                    "not supported, give each block a copy of its own"
+                )
 
 
 def _find_units(model: nn.Module, structure: Structure) -> dict[str, nn.Module]:

@@ -61,7 +61,7 @@ def predict(config: Config, image_shape: tuple[int, ...], devices: Sequence[torc
     weights have. On a CPU pieces of the run are timed.
     """
     assert config.model is not None
-    with torch.random.fork_rng(), numerics(config, torch.device("cpu")):
+    with torch.random.fork_rng(devices=[]), numerics(config, torch.device("cpu")):
         torch.manual_seed(0)
         model = build_architecture(config.model, config.num_classes, config.model_args)
         example = torch.randn(2, *image_shape)

@@ -30,7 +30,7 @@ SEARCH_PASSES = 3
 
 def stage_seconds(chain: UnitChain, images: Tensor, plans: Sequence[UnitPlan], config: Config) -> dict[str, float]:
     """Seconds of a whole run by stage. `images`: as many as a batch (n, C, H, W). The model is used up."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         return _Timing(chain, images, plans, config).stages()
 
 

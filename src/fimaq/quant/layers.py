@@ -206,7 +206,8 @@ class QuantMatMul(nn.Module):
         """Of the quantized operands. A scale per summed token cannot be taken out of the sum: then in float."""
         one, two = self.left_quantizer, self.right_quantizer
         scale_per_term = two.scale.dim() > 1 and two.scale.shape[-2] > 1
-        if left.requires_grad or right.requires_grad or scale_per_term:
+        learns = one.leaves is not None  # even if the operands cannot: they may be what the unit is given
+        if learns or left.requires_grad or right.requires_grad or scale_per_term:
             return filled_product(one(left), two(right), spare)
         exact = torch.promote_types(exact_type(left.shape[-1], one.levels, two.levels), left.dtype)
         sums = torch.matmul(one.steps(left).to(exact), two.steps(right).to(exact))

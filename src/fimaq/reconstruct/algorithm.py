@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fimaq.calibrate.ranges import set_ranges
 from fimaq.calibrate.reciprocals import make_scales_divisible
 from fimaq.calibrate.ties import avoid_ties
-from fimaq.config import FISHER_METHODS, Config
+from fimaq.config import Config
 from fimaq.fisher.collect import Sample, collect_averages, flat
 from fimaq.models.units import Unit, UnitChain
 from fimaq.quant.layers import activation_quantizers, quantized_layers, set_quantized
@@ -267,10 +267,10 @@ def scale_changes(before: dict[str, Tensor], module: nn.Module) -> dict[str, flo
 
 
 def _refresh_iterations(objective: nn.Module, config: Config) -> set[int]:
-    """When perturbations are collected: at the start, and for a growing rank every iters / rank iterations."""
+    """When perturbations are collected: every iters / rank iterations for a growing rank, once, or never."""
     if isinstance(objective, FisherLoss):
         return {j * config.iters // config.resolved_rank for j in range(config.resolved_rank)}
-    return {0} if config.method in FISHER_METHODS else set()
+    return {0} if isinstance(objective, SquaredGradient) else set()
 
 
 def _report_iterations(iters: int) -> set[int]:

@@ -89,6 +89,4 @@ def first_steps(count: int) -> Part:
 
 def refresh_count(config: Config, last: bool) -> int:
     """How often perturbations are collected for a unit; the last one minimises the KL divergence itself."""
-    if config.method not in FISHER_METHODS:
-        return 0
-    return 1 if last else config.resolved_rank
+    return 0 if last or config.method not in FISHER_METHODS else config.resolved_rank

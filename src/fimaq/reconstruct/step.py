@@ -108,7 +108,7 @@ class ReconstructionStep:
         def of(images: int) -> list[int]:
             seen.clear()
             inputs = [row.expand(images, *row.shape[1:]) for row in self.cache.rows("quantized inputs", 0, 1)]
-            with torch.enable_grad():
+            with torch.enable_grad(), self._learning([None] * len(self.quantizers)):
                 self.unit.with_tensors(_part(self.tensors, "unit.") | self._learned_parts(self.tensors), inputs)
             return [*(mask_size(i) for i in inputs), *(seen.get(q, 0) for q in self.quantizers.values())]
 
@@ -272,10 +272,11 @@ class ReconstructionStep:
         return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     @contextmanager
-    def _learning(self, bits: Iterable[Tensor], positions: Tensor | None) -> Iterator[None]:
-        """QDrop inside the unit, and scales that learn by rows, for the length of a step."""
+    def _learning(self, bits: Iterable[Tensor | None], positions: Tensor | None = None) -> Iterator[None]:
+        """QDrop inside the unit where there are `bits`, and scales that learn by rows, as long as a step."""
+        drops = self.config.drop_probability > 0
         for quantizer, own in zip(self.quantizers.values(), bits, strict=True):
-            quantizer.dropping = (own, positions) if self.config.drop_probability > 0 else None
+            quantizer.dropping = (own, positions) if drops and own is not None else None
             quantizer.leaves = []
         try:
             yield
