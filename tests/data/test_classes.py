@@ -120,6 +120,7 @@ def test_a_data_folder_is_split_into_train_and_val(tmp_path):
         data_folders(tmp_path / "gone")
     with pytest.raises(InputError, match="'train'"):
         data_folders(tmp_path)
+    assert data_folders(tmp_path, needs_train=False) == (tmp_path / "train", None)
     (tmp_path / "train").mkdir()
     assert data_folders(tmp_path) == (tmp_path / "train", None)
     (tmp_path / "val").mkdir()

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from pycocotools import mask as coder
 
-from fimaq.data.coco import CocoSet, find_calibration_images, find_coco, run_lengths
+from fimaq.data.coco import CocoSet, calibration_folder, find_coco, run_lengths
 from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.errors import InputError
 
@@ -208,7 +208,7 @@ def test_both_layouts_are_found(tmp_path, make_images, names):
         make_images(tmp_path / name, 3)
     for split, name in zip(("train", "val"), names, strict=True):
         assert find_coco(tmp_path, split) == (tmp_path / "annotations" / f"instances_{name}.json", tmp_path / name)
-    assert [path.parent.name for path in find_calibration_images(tmp_path)] == [names[0]] * 3
+    assert calibration_folder(tmp_path) == tmp_path / names[0]
 
 
 def test_a_missing_split_is_an_error_that_says_what_was_looked_for(tmp_path, make_images):
@@ -218,11 +218,11 @@ def test_a_missing_split_is_an_error_that_says_what_was_looked_for(tmp_path, mak
     with pytest.raises(InputError, match=looked_for):
         find_coco(tmp_path, "val")
     with pytest.raises(InputError, match=r"neither train2017/ nor train/"):
-        find_calibration_images(tmp_path)
+        calibration_folder(tmp_path)
 
 
-def test_calibration_images_may_be_any_folder(tmp_path, make_images):
-    assert make_images(tmp_path, 4) == find_calibration_images(tmp_path)
+def test_calibration_images_may_be_any_folder(tmp_path):
+    assert calibration_folder(tmp_path) == tmp_path
 
 
 def test_exif_rotation_is_ignored_as_the_annotations_ignore_it(tmp_path, content, opened):

@@ -1,11 +1,21 @@
+import errno
+import os
 import shutil
 
 import pytest
 import torch
 from PIL import Image
 
-from fimaq.data import UnreadableImage, ValidationSet, list_images, load_calibration, validation_batches
+from fimaq.data import (
+    UnreadableImage,
+    ValidationSet,
+    list_images,
+    load_calibration,
+    load_share,
+    validation_batches,
+)
 from fimaq.errors import InputError
+from fimaq.ranks import ALONE
 
 
 def grey_values(images: torch.Tensor) -> list[int]:
@@ -59,13 +69,9 @@ def test_calibration_images_are_in_the_order_of_their_paths(tmp_path, make_image
 
 def test_unreadable_images_are_replaced_and_reported(tmp_path, make_images, transform, broken_jpegs):
     make_images(tmp_path, 5)
-    reported: list[str] = []
-    drawn = load_calibration(
-        tmp_path, 5, transform, seed=0, on_skip=lambda path, reason: reported.append(path.name)
-    )
+    drawn = load_calibration(tmp_path, 5, transform, seed=0)
     assert sorted(grey_values(drawn.images)) == [0, 1, 2, 3, 4]
-    assert reported == [path.name for path, _ in drawn.skipped]
-    assert set(reported) <= {path.name for path in broken_jpegs.values()}
+    assert {path for path, _ in drawn.skipped} <= set(broken_jpegs.values())
 
 
 def test_too_few_readable_images_are_counted_and_named(tmp_path, make_images, transform, broken_jpegs):
@@ -75,6 +81,16 @@ def test_too_few_readable_images_are_counted_and_named(tmp_path, make_images, tr
     ) as caught:
         load_calibration(tmp_path, 6, transform, seed=0)
     assert "at most 5" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [6, 100])
+def test_fewer_images_are_taken_where_that_is_accepted(tmp_path, make_images, transform, broken_jpegs, size):
+    with pytest.raises(InputError, match=r"holds 3, of which 3 cannot be read"):
+        load_calibration(tmp_path, size, transform, seed=0, fewer=True)
+    make_images(tmp_path, 5)
+    drawn = load_calibration(tmp_path, size, transform, seed=0, fewer=True)
+    assert sorted(grey_values(drawn.images)) == [0, 1, 2, 3, 4]
+    assert len(drawn.skipped) == 3
 
 
 def test_too_few_files_are_noticed_before_decoding(tmp_path, make_images):
@@ -100,6 +116,29 @@ def test_the_fingerprint_follows_names_and_contents_but_not_the_place(tmp_path, 
     assert fingerprint(tmp_path / "copy") != original
     (tmp_path / "one" / "00.png").rename(tmp_path / "one" / "000.png")
     assert fingerprint(tmp_path / "one") != original
+
+
+def test_names_that_are_not_utf_8_are_part_of_the_fingerprint(tmp_path, make_images, transform):
+    make_images(tmp_path, 4)
+    before = load_calibration(tmp_path, 4, transform, seed=0).fingerprint
+    (tmp_path / "00.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png"))
+    after = [load_calibration(tmp_path, 4, transform, 0), load_share(tmp_path, 4, transform, 0, ALONE)]
+    assert after[0].fingerprint == after[1].fingerprint != before
+
+
+def test_a_folder_that_may_not_be_read_is_an_error_that_names_it(tmp_path, make_images, monkeypatch):
+    make_images(tmp_path, 2)
+    make_images(tmp_path / "closed", 2)
+    scandir = os.scandir
+
+    def guarded(path):
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    with pytest.raises(InputError, match=r"closed cannot be read: Permission denied"):
+        list_images(tmp_path)
 
 
 def test_progress_counts_up_to_the_size(tmp_path, make_images, transform):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from narrow_detector import CLASSES, images, narrow_detector
 
-from fimaq.detection.anchors import STRIDES
+from fimaq.detection.detections import rescale_and_paste
 
 NAMES = ["mask_rcnn_swin_t", "cascade_mask_rcnn_swin_t"]
 
@@ -35,24 +35,9 @@ def test_an_image_is_detected_alike_alone_and_in_a_batch(name):
             torch.testing.assert_close(getattr(together[index], field), getattr(alone, field))
 
 
-def test_proposal_scores_are_the_logits_of_all_anchors_and_have_a_gradient():
-    detector, batch = narrow_detector(), images(64, 96, count=2)
-    scores = detector.rpn_scores(batch)
-    features = detector.neck(detector.backbone(batch))
-    logits, _ = detector.rpn_head(features)
-    assert scores.shape == (2, sum(3 * -(-64 // s) * -(-96 // s) for s in STRIDES))
-    start = logits[0][0].numel()
-    y, x, ratio = 3, 5, 1
-    index = start + (y * logits[1].shape[3] + x) * 3 + ratio
-    torch.testing.assert_close(scores[1, index], logits[1][1, ratio, y, x])
-    scores.sum().backward()
-    assert detector.backbone.patch_embed.proj.weight.grad.abs().sum() > 0
-
-
-def test_detecting_gives_boxes_and_masks_of_the_original_image():
-    detector, image = narrow_detector(), images(64, 96)
-    (found,) = detector(image, [(60, 90)])
-    original = detector.detect(image[0], (60, 90), (120, 270))
+def test_detections_are_rescaled_to_boxes_and_masks_of_the_original_image():
+    (found,) = narrow_detector()(images(64, 96), [(60, 90)])
+    original = rescale_and_paste(found, (90 / 270, 60 / 120), (120, 270))
     torch.testing.assert_close(original.boxes, found.boxes * torch.tensor([3.0, 2.0, 3.0, 2.0]))
     assert original.masks.shape == (len(found), 120, 270)
     assert original.masks.dtype == torch.bool

@@ -131,6 +131,15 @@ def test_what_does_not_fit_is_named(tmp_path):
         assert told in str(raised.value)
 
 
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_merged_channels_of_another_shape_are_named(tmp_path, shape):
+    name = "backbone.stages.0.downsample.norm.weight"
+    torch.save({name: torch.zeros(shape)}, tmp_path / "weights.pth")
+    with pytest.raises(InputError, match=name) as raised:
+        load_checkpoint(narrow_detector(), tmp_path / "weights.pth")
+    assert "save the weights alone" not in str(raised.value)
+
+
 class Record:
     """Something a training run may have left in its checkpoint."""
 

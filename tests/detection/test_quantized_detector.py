@@ -9,6 +9,7 @@ from narrow_detector import CLASSES, NARROW, images, narrow_detector
 
 from fimaq.config import Config
 from fimaq.data.detection_image import DetectionPreprocessing
+from fimaq.detection.anchors import STRIDES
 from fimaq.detection.detector import Detector
 from fimaq.detection.quantize import ProposalScores, quantize_detector
 from fimaq.errors import InputError
@@ -107,21 +108,24 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(unit: str, run: Run, tmp_
 def test_eight_bits_stay_close_to_full_precision_and_three_do_not() -> None:
     detector = narrow_detector().float()
     given = images(HEIGHT, WIDTH, 2).float()
-    full = detector.rpn_scores(given)
+    full = ProposalScores(detector)(given)[..., 0]
     errors = {}
     for bits in ("w8a8", "w3a3"):
-        found = quantized(narrow_detector().float(), bits=bits, method="rtn").model.rpn_scores(given)
+        run = quantized(narrow_detector().float(), bits=bits, method="rtn")
+        found = ProposalScores(run.model)(given)[..., 0]
         errors[bits] = ((found - full).square().mean() / full.var()).item()
     assert errors["w8a8"] < 0.02 < errors["w3a3"]
 
 
-def test_proposal_scores_are_pairs_of_object_or_not() -> None:
-    detector = narrow_detector()
-    given = images(HEIGHT, WIDTH, 2)
+def test_proposal_scores_are_pairs_of_object_or_not_for_all_anchors_and_have_a_gradient() -> None:
+    detector, given = narrow_detector(), images(HEIGHT, WIDTH, 2)
     pairs = ProposalScores(detector)(given)
-    assert pairs.shape[2] == 2
-    probabilities = pairs.softmax(-1)[..., 0].sort(1).values
-    torch.testing.assert_close(probabilities, detector.rpn_scores(given).sigmoid().sort(1).values)
+    assert pairs.shape == (2, sum(3 * -(-HEIGHT // s) * -(-WIDTH // s) for s in STRIDES), 2)
+    logits, _ = detector.rpn_head(detector.neck(detector.backbone(given)))
+    expected = torch.cat([level.sigmoid().flatten(1) for level in logits], dim=1)
+    torch.testing.assert_close(pairs.softmax(-1)[..., 0].sort(1).values, expected.sort(1).values)
+    pairs.sum().backward()
+    assert detector.backbone.patch_embed.proj.weight.grad.abs().sum() > 0
 
 
 def test_scales_per_token_are_refused() -> None:

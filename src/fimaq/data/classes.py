@@ -85,12 +85,12 @@ def validation_set(
     return ValidationSet(samples, transform, limit), mapping
 
 
-def data_folders(data: Path) -> tuple[Path, Path | None]:
-    """`data`/train, which must exist, and `data`/val, or None where it does not exist."""
+def data_folders(data: Path, needs_train: bool = True) -> tuple[Path, Path | None]:
+    """`data`/train, which must exist if it is needed, and `data`/val, or None where it does not exist."""
     calib, val = data / "train", data / "val"
     if not data.is_dir():
         raise InputError(f"data folder {data} does not exist: expected {calib} and, with labels, {val}")
-    if not calib.is_dir():
+    if needs_train and not calib.is_dir():
         raise InputError(f"data folder {data} has no folder 'train': expected the calibration images in {calib}")
     return calib, val if val.is_dir() else None
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fimaq.data.folder import list_images
 from fimaq.data.image import FORMATS, open_file
 from fimaq.errors import InputError
 
@@ -298,11 +297,13 @@ def find_coco(root: Path, split: Literal["train", "val"]) -> tuple[Path, Path]:
     raise InputError(f"{root} holds no COCO {split} set: looked for {' and '.join(tried)}")
 
 
-def find_calibration_images(root: Path) -> list[Path]:
-    """Unlabelled images, sorted: of the training split of a COCO data set, or else of any folder of images."""
+def calibration_folder(root: Path) -> Path:
+    """Where the calibration images below `root` are: in the training folder of a COCO data set, else in `root`."""
     for name in ("train2017", "train"):
         if (root / name).is_dir():
-            return list_images(root / name)
-    if (root / "annotations").is_dir():  # listing all of it would calibrate on the validation images
-        raise InputError(f"{root} has annotations/, but neither train2017/ nor train/: give a folder of images")
-    return list_images(root)
+            return root / name
+    if (root / "annotations").is_dir():  # all of it would include the validation images
+        raise InputError(
+            f"{root} has annotations/, but neither train2017/ nor train/: give --calib DIR with images"
+        )
+    return root

@@ -25,8 +25,6 @@ MOST_UNEVEN = 100
 """How many times as long as wide an image may be. Its short edge is scaled to the model's input and its long one
 with it, so that a line of pixels in a small file would become gigabytes."""
 
-OnSkip = Callable[[Path, str], None]
-"""Called with an unreadable file and the reason it was skipped."""
 OnProgress = Callable[[int, int], None]
 """Called with the number of images loaded and the number wanted."""
 
@@ -53,10 +51,10 @@ def check_folder(folder: Path) -> None:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """`list_images` without its errors: an empty list where there are none."""
+    """`list_images` of a folder that may hold none."""
     found: list[str] = []
     visited: set[str] = set()
-    for root, folders, files in os.walk(folder, followlinks=True):
+    for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         # A link may point back up its own path; each real folder is entered once.
         real = os.path.realpath(root)
         if real in visited:
@@ -67,6 +65,11 @@ def find_images(folder: Path) -> list[Path]:
         inside = Path(root).relative_to(folder)
         found += [(inside / name).as_posix() for name in files if names_image(name)]
     return [folder / name for name in sorted(found)]
+
+
+def _refuse(error: OSError) -> None:
+    """Without the images of one folder, a result would pass for that of all."""
+    raise InputError(f"folder {error.filename} cannot be read: {error.strerror}") from None
 
 
 def names_image(name: str) -> bool:
@@ -95,19 +98,21 @@ def load_calibration(
     size: int,
     transform: Transform,
     seed: int,
-    on_skip: OnSkip | None = None,
     progress: OnProgress | None = None,
+    fewer: bool = False,
 ) -> CalibrationSet:
     """Draw `size` images from `folder`, at any depth; the same files and seed always give the same images.
 
-    An unreadable file is reported to `on_skip` and replaced by the next one in the drawn order.
+    An unreadable file is skipped and replaced by the next one in the drawn order. `fewer`: take what can be read
+    where that is less than `size`; only a folder without any readable image is an error.
     """
     if size < 1:
         raise InputError(f"calibration size {size} must be at least 1")
     order = list_images(folder)
     found = len(order)
-    if found < size:
+    if found < size and not fewer:
         raise InputError(_too_few(folder, size, found, []))
+    size = min(size, found)
     random.Random(seed).shuffle(order)
 
     images: Tensor | None = None
@@ -119,19 +124,19 @@ def load_calibration(
     for path, result in zip(order, decoded, strict=True):
         if isinstance(result, UnreadableImage):
             skipped.append((path, result.reason))
-            if on_skip is not None:
-                on_skip(path, result.reason)
             continue
         if images is None:  # filled in place: a list and torch.stack would hold every image twice
             images = torch.empty(size, *result.image.shape)
         images[len(paths)] = result.image
         paths.append(path)
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + result.digest)
+        digest.update(os.fsencode(path.relative_to(folder)) + b"\0" + result.digest)
         if progress is not None:
             progress(len(paths), size)
         if len(paths) == size:
-            return CalibrationSet(images, paths, skipped, digest.hexdigest())
-    raise InputError(_too_few(folder, size, found, skipped))
+            break
+    if images is None or (len(paths) < size and not fewer):
+        raise InputError(_too_few(folder, size, found, skipped))
+    return CalibrationSet(images[: len(paths)], paths, skipped, digest.hexdigest())
 
 
 def _decode(path: Path, transform: Transform) -> _Decoded | UnreadableImage:
@@ -202,7 +207,7 @@ class ValidationBatch(NamedTuple):
 
 
 def validation_batches(
-    dataset: ValidationSet, batch_size: int, workers: int | None = None, on_skip: OnSkip | None = None
+    dataset: ValidationSet, batch_size: int, workers: int | None = None
 ) -> Iterator[ValidationBatch]:
     """Batches of readable images in the dataset's order, decoded by threads a few batches ahead.
 
@@ -219,8 +224,6 @@ def validation_batches(
     for result in map_in_order(partial(_item, dataset), range(len(dataset)), workers, ahead):
         if isinstance(result, UnreadableImage):
             unreadable += 1
-            if on_skip is not None:
-                on_skip(result.path, result.reason)
             continue
         # A full batch waits for the next readable image, so that trailing skips are counted in the last one.
         if len(images) == batch_size:

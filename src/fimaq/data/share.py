@@ -1,6 +1,7 @@
 """Calibration images of one rank among several: each decodes its own, and all agree on which these are."""
 
 import hashlib
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ def load_share(
     of_ranks = ranks.collect(digests)
     for number, name in enumerate(used):
         content = bytes.fromhex(of_ranks[number % ranks.size][number // ranks.size])
-        digest.update(name.encode() + b"\0" + content)
+        digest.update(os.fsencode(name) + b"\0" + content)
     return CalibrationSet(
         images,
         [folder / name for name in used],

@@ -36,7 +36,7 @@ def convert_checkpoint(state: dict[str, Any]) -> dict[str, Tensor]:
         if key.startswith(_DROPPED_PREFIXES) or key.endswith(_DROPPED_SUFFIXES):
             continue
         if _MERGED_BY_UNFOLD.match(key):
-            value = _from_unfold_order(value)
+            value = _from_unfold_order(key, value)
         for pattern, replacement in _RENAMED:
             key = re.sub(pattern, replacement, key)
         converted[key] = value
@@ -48,14 +48,14 @@ def load_checkpoint(detector: Detector, path: Path) -> None:
     if not path.is_file():
         raise InputError(f"weights file {path} does not exist")
     try:
-        state = convert_checkpoint(read_state_dict(path))
+        stored = read_state_dict(path)
     except InputError as error:
         raise InputError(
             f"{error}. A checkpoint of MMDetection may hold objects beside its weights. If you trust the file, "
             "save the weights alone: python -c \"import torch; torch.save(torch.load('FILE', map_location='cpu', "
             "weights_only=False)['state_dict'], 'WEIGHTS.pth')\""
         ) from None
-    own = detector.state_dict()
+    state, own = convert_checkpoint(stored), detector.state_dict()
     misfits = {
         "missing in the file": sorted(own.keys() - state.keys()),
         "not in the detector": sorted(state.keys() - own.keys()),
@@ -75,9 +75,14 @@ def load_checkpoint(detector: Detector, path: Path) -> None:
     check_finite(detector)
 
 
-def _from_unfold_order(value: Tensor) -> Tensor:
+def _from_unfold_order(key: str, value: Tensor) -> Tensor:
     """Merged channels (..., 4 * dim): from nn.Unfold's order channel, row, column to column, row, channel."""
-    separate = value.unflatten(-1, (-1, 2, 2))
+    try:
+        separate = value.unflatten(-1, (-1, 2, 2))
+    except (RuntimeError, IndexError):
+        raise InputError(
+            f"weights {key!r} are of shape {tuple(value.shape)}: expected (..., 4 * dim), channels of four patches"
+        ) from None
     return separate.transpose(-1, -3).flatten(-3)
 
 

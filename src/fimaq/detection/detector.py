@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fimaq.detection.detections import Detections, rescale_and_paste
+from fimaq.detection.detections import Detections
 from fimaq.detection.fpn import FPN
 from fimaq.detection.roi_heads import CascadeRoIHead, StandardRoIHead
-from fimaq.detection.rpn import RPNHead, in_anchor_order
+from fimaq.detection.rpn import RPNHead
 from fimaq.detection.swin import SwinBackbone
 
 
@@ -33,23 +33,6 @@ class Detector(nn.Module):
         proposals = self.rpn_head.propose(features, sizes)
         found: list[Detections] = self.roi_head(features, proposals, sizes)
         return found
-
-    def rpn_scores(self, images: Tensor) -> Tensor:
-        """The objectness logits of all anchors at all levels, finest first: (n, 3, H, W) -> (n, anchors).
-
-        Differentiable. The heads behind the proposals are not run.
-        """
-        logits, _ = self.rpn_head(self.neck(self.backbone(images)))
-        return torch.cat([in_anchor_order(level, 1).squeeze(2) for level in logits], dim=1)
-
-    def detect(self, image: Tensor, size: tuple[int, int], original_size: tuple[int, int]) -> Detections:
-        """Detections of one image (3, H, W) in pixels of the original, with masks (k, height, width) bool.
-
-        `size` is (height, width) after resizing and before padding, `original_size` before resizing.
-        """
-        (found,) = self(image[None], [size])
-        scale_factor = (size[1] / original_size[1], size[0] / original_size[0])
-        return rescale_and_paste(found, scale_factor, original_size)
 
     @contextmanager
     def every_region_counts(self) -> Iterator[None]:
