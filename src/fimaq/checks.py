@@ -1,6 +1,7 @@
 """What is refused before a run has written anything."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from fimaq.artifact.scalars import require_tensorboard
 from fimaq.config import FISHER_METHODS, Config
 from fimaq.errors import InputError
-from fimaq.models.units import UnitChain
+from fimaq.models.units import UnitChain, passes_gradients
 from fimaq.ranks import Ranks
 
 
@@ -17,8 +18,8 @@ def check_learnable(chain: UnitChain, example: Tensor, config: Config) -> None:
     for unit in chain.units:
         if config.method != "rtn" and unit.reconstructed and not unit.passes_gradients:
             raise InputError(
-                f"no gradients pass through {unit.name} (no_grad, detach or NumPy within), so that nothing can be "
-                "learned there; use rtn"
+                f"no gradients pass through {unit.name} (no_grad, detach or NumPy within, or what they need is "
+                "changed in place, as by x += ...), so that nothing can be learned there; use rtn"
             )
     if config.method not in FISHER_METHODS:
         return
@@ -31,11 +32,37 @@ def check_learnable(chain: UnitChain, example: Tensor, config: Config) -> None:
         outputs = chain.units[0](chain.first_inputs(example))
     with torch.enable_grad():
         reached = chain.suffix(0, [output.requires_grad_() for output in outputs], {})
-    if not reached.requires_grad:
+    if not passes_gradients([reached], outputs):
         raise InputError(
             f"method {config.method!r} takes gradients of the model's outputs, but its forward keeps none (a "
-            "no_grad, detach or NumPy within); use qdrop"
+            "no_grad, detach or NumPy within, or what they need is changed in place, as by x += ...); use qdrop"
         )
+
+
+COMMAND_ONLY = {
+    "weights": "load them into the model",
+    "calib": "give its images",
+    "crop_pct": "give images cropped so, and say it again to `fimaq evaluate --crop-pct`",
+    "val": "see `fimaq evaluate`",
+    "val_size": "see `fimaq evaluate --val-size`",
+    "class_map": "see `fimaq evaluate --class-map`",
+}
+"""Settings that only the command reads, which builds models and opens folders, and what to do instead."""
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Refuse what would change nothing where a model and images are given."""
+    for name, instead in COMMAND_ONLY.items():
+        if settings.get(name) is not None:
+            raise InputError(f"{name} is not read where a model and images are given: {instead}")
+
+
+def check_name(out: Path | None) -> None:
+    """Refuse a place whose files libraries could not read again."""
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{str(out)!r} cannot be used for --out: its name is not UTF-8") from None
 
 
 def check_tensorboard(config: Config, out: Path | None) -> None:

@@ -19,7 +19,7 @@ from fimaq.artifact.shared_directory import SharedDirectory
 from fimaq.calibrate.exactness import find_exact
 from fimaq.calibrate.fold import fold_layer_norms
 from fimaq.calibrate.massive import divide_massive_channels
-from fimaq.checks import check_learnable, check_ranks, check_tensorboard
+from fimaq.checks import check_learnable, check_name, check_ranks, check_settings, check_tensorboard
 from fimaq.config import Config
 from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.data.inputs import gather_images, tensor_fingerprint
@@ -85,14 +85,16 @@ def quantize(
 ) -> Run:
     """Quantize `model` with the help of unlabelled `images` (tensor (n, C, H, W), Dataset or DataLoader).
 
-    `settings` are the fields of `Config`: bits="w4a4", method="fima-q", iters=20000, and so on. With `out`, the
-    result and everything needed to repeat it are stored there, finished units survive a crash, and
-    `resume=True` continues from them. The model given is left untouched unless `inplace`. `ranks`: those of
-    `fimaq.together.joined_ranks`, each of which is given the same model, images and settings.
+    `settings` are the fields of `Config`: bits="w4a4", method="fima-q", iters=20000, and so on; those that only
+    the command reads are refused. With `out`, the result and everything needed to repeat it are stored there,
+    finished units survive a crash, and `resume=True` continues from them. The model given is left untouched unless
+    `inplace`. `ranks`: those of `fimaq.together.joined_ranks`, each of which is given the same model, images and
+    settings.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile was given
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("a TorchScript model has no Python modules to quantize; give the model it was made from")
+    check_settings(settings)
     asked = {name: settings[name] for name in ("calib_size",) if name in settings}
     wanted = Config.create(batch_size=1, **asked).calib_size
     gathered = gather_images(images, wanted)
@@ -136,6 +138,7 @@ def run_quantization(
     """
     device = ranks.place(choose_device(config.device))
     config = with_precision(config, device)
+    check_name(out)
     check_tensorboard(config, out)
     count = sum(ranks.collect(len(images)))
     check_ranks(ranks, config, count)
@@ -143,7 +146,7 @@ def run_quantization(
     with contextlib.ExitStack() as stack:
         stack.enter_context(numerics(config, device, ranks))
         stack.enter_context(bounded(device, config.memory_budget))
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         journal = stack.enter_context(Journal(progress, device))
         description = describe(model, config, preprocessing, fingerprint, count) if out else {}
         # Before anything is written: a model that cannot be quantized must leave no folder behind.

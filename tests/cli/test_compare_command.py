@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 from command_line import ARGUMENTS, CLASSES, MODEL, World, assert_refused, assert_same_model, fimaq
 from runs import snapshot, stop_at_unit
+
+from fimaq.artifact.files import FileLock
 
 QUICK = "{iters: 3, calib_size: 8, batch_size: 4, device: cpu}"
 TABLES = ("table.md", "table.csv", "table.html", "compare.json")
@@ -92,6 +96,31 @@ def test_running_again_runs_nothing(compared: tuple[Path, Path, dict[str, Any]],
     assert snapshot(out) == before
 
 
+def test_a_cell_evaluated_otherwise_since_is_evaluated_again(
+    compared: tuple[Path, Path, dict[str, Any]], world: World, tmp_path: Path
+) -> None:
+    suite, made, report = compared
+    out = shutil.copytree(made, tmp_path / "out")
+    cell = out / "runs" / "tiny-w3a3-rtn-seed-0"
+    assert fimaq("evaluate", cell, "--data", world.data, "--val-size", "4", "--device", "cpu").code == 0
+    outcome = compare(suite, world, out, "--json")
+    assert outcome.code == 0, outcome.err
+    assert "7 finished already" in outcome.err
+    again, before = (found["cells"][0]["measures"] for found in (json.loads(outcome.out), report))
+    assert {key: again[key] for key in ("top1", "kl")} == {key: before[key] for key in ("top1", "kl")}
+
+
+def test_a_folder_in_use_or_no_folder_is_refused(world: World, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn]}")
+    out = tmp_path / "out"
+    out.mkdir()
+    lock = FileLock(out / ".lock", "a test")
+    lock.sign()
+    assert_refused(compare(suite, world, out), f"comparison {out} is in use by process {os.getpid()}")
+    lock.release()
+    assert_refused(compare(suite, world, suite), f"{suite} cannot be used for --out: Not a directory")
+
+
 def test_the_summary_is_the_table(compared: tuple[Path, Path, dict[str, Any]], world: World) -> None:
     suite, out, _ = compared
     outcome = compare(suite, world, out)
@@ -156,6 +185,7 @@ def test_an_interrupted_comparison_goes_on_with_the_unit_it_was_at(
         ("{model: [tiny]}", ["--quick"], ["'quick'"]),
         ("{model: [tiny]}", ["--device", "tpu"], ["tpu"]),
         ("{model: [tiny]}", ["--data", "absent"], ["absent"]),
+        ("{model: [tiny]}", ["--out", "caf\udce9"], ["caf", "not UTF-8"]),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(

@@ -174,10 +174,13 @@ def test_cells_end_with_the_command_that_started_them(world: World, tmp_path: Pa
     wait_for(lambda: not any(_lives(number) for number in cells))
 
 
-def test_ray_and_processes_are_not_asked_for_together(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [("--at-once", "2", "--ray"), ("--per-gpu", "2"), ("--cpus-per-cell", "2")])
+def test_what_is_with_ray_or_without_it_is_refused_otherwise(
+    flags: tuple[str, ...], world: World, tmp_path: Path
+) -> None:
     suite = write_suite(tmp_path, world, "{model: [tiny], method: [rtn]}")
-    outcome = fimaq("compare", suite, "--data", world.data, "--out", tmp_path / "out", "--at-once", "2", "--ray")
-    assert_refused(outcome, "--at-once 2")
+    outcome = fimaq("compare", suite, "--data", world.data, "--out", tmp_path / "out", *flags)
+    assert_refused(outcome, " ".join(flags[:2]), "Ray")
 
 
 def wait_for(happened: Callable[[], bool], driver: subprocess.Popen[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Settings from a file: flags win, mistakes are named."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_the_data_flag_wins_over_calib_in_the_file(world: World, tmp_path: Path)
     assert fimaq(*line).code == 0
     stored = json.loads((tmp_path / "run" / "config.json").read_text())
     assert stored["given"]["calib"] == str(world.data / "train")
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_data_folder_needs_no_training_images_where_others_are_given(
+    world: World, tmp_path: Path, in_file: bool
+) -> None:
+    shutil.copytree(world.data / "val", tmp_path / "data" / "val")
+    (tmp_path / "run.yaml").write_text(f"data: {tmp_path / 'data'}\n" if in_file else "")
+    given = {"data": None if in_file else tmp_path / "data", "calib": world.data / "train", "method": "rtn"}
+    outcome = fimaq(*world.quantize(tmp_path / "run", "--config", tmp_path / "run.yaml", **given))
+    assert outcome.code == 0, outcome.err
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())["given"]
+    assert stored["calib"] == str(world.data / "train")
+    assert stored["val"] == str(tmp_path / "data" / "val")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """From COCO-format data to a quantized detector and its average precision, by the command line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from benchmark_scripts import benchmark_script
-from command_line import fimaq
+from command_line import assert_refused, fimaq
 from safetensors.torch import save_file
 
 from fimaq.detection.build import build_detector
@@ -80,6 +81,39 @@ def test_evaluate_prints_a_table(run: tuple[Path, dict], data: Path) -> None:
     outcome = fimaq("evaluate", run[0], "--data", data, "--device", "cpu", "--val-size", "2")
     assert "quantized, masks" in outcome.out
     assert "percent, 2 images" in outcome.out
+
+
+def test_unreadable_validation_images_are_left_out_and_counted(
+    run: tuple[Path, dict], data: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(data, tmp_path / "data")
+    image = min((copy / "val").iterdir())
+    image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
+    given = ("evaluate", shutil.copytree(run[0], tmp_path / "run"), "--data", copy, "--device", "cpu")
+    shown = fimaq(*given)
+    assert "percent, 3 images, 1 unreadable left out" in shown.out
+    result = json.loads(fimaq(*given, "--json").out)
+    assert (result["images"], result["unreadable"]) == (3, 1)
+    for path in (copy / "val").iterdir():
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert_refused(fimaq(*given), "none of the 4 validation images can be read")
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--crop-pct", "--class-map"])
+def test_evaluate_refuses_what_a_detector_has_no_use_for(run: tuple[Path, dict], data: Path, flag: str) -> None:
+    assert_refused(fimaq("evaluate", run[0], "--data", data, flag, "1"), f"{flag} 1", "detector")
+
+
+def test_calibration_images_of_another_coco_folder_are_its_training_images(
+    run: tuple[Path, dict], data: Path, weights: Path, tmp_path: Path
+) -> None:
+    for part in ("val", "annotations"):
+        shutil.copytree(data / part, tmp_path / "labelled" / part)
+    outcome = fimaq(*command(tmp_path / "labelled", weights, tmp_path / "run", "--calib", data, "--method", "rtn"))
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["accuracy"]["images"] == 4
+    used = [json.loads((path / "config.json").read_text())["data"] for path in (run[0], tmp_path / "run")]
+    assert used[0] == used[1]
 
 
 def test_a_finished_run_is_not_made_again(run: tuple[Path, dict], data: Path, weights: Path) -> None:

@@ -3,9 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command_line import World, fimaq
+from command_line import World, fimaq, truncate
+
+from fimaq.export import deliver
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +45,26 @@ def test_bench_compares_with_full_precision(exported: Path) -> None:
     assert sizes["openvino"] == sum((exported / name).stat().st_size for name in ("model.xml", "model.bin"))
 
 
-def test_bench_prints_a_table(exported: Path) -> None:
-    done = fimaq("bench", exported, "--repeats", "4", "--threads", "1")
+def test_an_image_that_cannot_be_read_does_not_stop_an_export(
+    finished: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calib = shutil.copytree(world.data / "train", tmp_path / "calib")
+    truncate(calib / "03.jpg")
+    monkeypatch.setattr(
+        deliver, "export_run", lambda _, images, *__, **___: {k: len(v) for k, v in images.items()}
+    )
+    done = fimaq("export", finished, "--calib", calib, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out) == {"calibration": 9}
+
+
+def test_bench_prints_a_table_also_where_it_cannot_store_it(exported: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(exported, tmp_path / "run", ignore=shutil.ignore_patterns("bench.json", "model.xml"))
+    (run / "bench.json").mkdir()
+    done = fimaq("bench", run, "--repeats", "4", "--threads", "1")
     assert done.code == 0, done.err
     assert all(text in done.out for text in ("batch 1", "batch 16", "full precision", "file"))
+    assert "the result is not stored" in done.err
 
 
 @pytest.mark.parametrize(("name", "kind"), [("model.onnx", "onnx"), ("model.bin", "openvino")])
@@ -63,13 +82,25 @@ def test_a_file_that_is_not_the_exported_one_is_not_timed(
     assert f"--format {kind}" in done.err
 
 
-def test_a_record_that_says_nothing_is_refused(exported: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ([], "export.json is damaged"),
+        (
+            {"file": "b.onnx", "sha256": {"b.onnx": ""}, "input": {}},
+            "export.json is not about model.onnx but about b.onnx",
+        ),
+    ],
+)
+def test_a_record_that_does_not_speak_of_the_file_is_refused(
+    record: Any, said: str, exported: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(exported, run)
-    (run / "export.json").write_text("[]")
+    (run / "export.json").write_text(json.dumps(record))
     done = fimaq("bench", run)
     assert done.code == 2
-    assert "export.json is damaged" in done.err
+    assert said in done.err
 
 
 def test_a_run_that_was_not_exported_says_how(finished: Path) -> None:
@@ -97,7 +128,12 @@ def test_an_unknown_processor_is_refused(finished: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("out", "said"), [("missing/model.onnx", "a folder that exists"), ("model.xml", "it ends in .onnx")]
+    ("out", "said"),
+    [
+        ("missing/model.onnx", "a folder that exists"),
+        ("model.xml", "it ends in .onnx"),
+        ("caf\udce9.onnx", "not UTF-8"),
+    ],
 )
 def test_a_place_for_the_file_is_refused_before_images_are_read(
     out: str, said: str, finished: Path, tmp_path: Path

@@ -13,6 +13,8 @@ import torch
 from command_line import ENVIRONMENT, PATIENCE, Outcome, World, assert_refused, assert_same_model, fimaq
 from runs import stop_at_unit
 
+from fimaq import accuracy
+
 LONG = 150
 """Iterations per unit: enough that a signal after the first unit comes before the last."""
 
@@ -80,3 +82,15 @@ def test_an_interrupted_run_says_how_to_go_on(
     outcome = fimaq(*world.quantize(tmp_path / "run"))
     assert outcome.code == 130
     assert "--resume" in outcome.err.splitlines()[-1]
+
+
+def test_what_keeps_nothing_does_not_speak_of_going_on(
+    world: World, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(accuracy, "evaluate_models", interrupted)
+    outcome = fimaq("evaluate", finished, "--data", world.data, "--device", "cpu")
+    assert outcome.code == 130
+    assert outcome.err.splitlines()[-1] == "fimaq: interrupted"

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from command_line import (
+    ARGUMENTS,
+    CLASSES,
+    MODEL,
     World,
     assert_refused,
     evaluate,
@@ -23,6 +27,9 @@ from PIL import Image
 from runs import snapshot
 from safetensors.torch import load_file, save_file
 from timm.data import create_transform
+
+from fimaq.accuracy import Pairs
+from fimaq.models import build
 
 
 def test_quantize_then_evaluate_in_processes_of_their_own(world: World, tmp_path: Path) -> None:
@@ -66,12 +73,26 @@ def test_full_precision_accuracy_is_what_timm_itself_gives(world: World, finishe
     assert result["full_precision"]["top1"] == pytest.approx(100 * np.mean(right), abs=0.001)
 
 
+def test_a_divergence_that_is_no_number_is_null_in_json(
+    world: World, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pairs, "as_dict", lambda _: {"kl_divergence": float("nan")})
+    assert evaluate(run_to_evaluate(finished, tmp_path), "--data", world.data)["kl_divergence"] is None
+
+
 def test_without_json_both_accuracies_are_shown(world: World, finished: Path, tmp_path: Path) -> None:
     outcome = fimaq("evaluate", run_to_evaluate(finished, tmp_path), "--data", world.data, "--device", "cpu")
     assert outcome.code == 0
     assert re.search(r"full precision +\d+\.\d\d +100\.00", outcome.out)
     assert re.search(r"quantized +\d+\.\d\d +100\.00", outcome.out)
     assert "percent of 12 images" in outcome.out
+
+
+def test_brackets_in_the_name_of_a_run_are_shown(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "exp[w4a4]" / "runs[" / "w4]"
+    outcome = fimaq(*world.quantize(out, method="rtn", val=None))
+    assert outcome.code == 0, outcome.err
+    assert f"{out} is complete" in outcome.out
 
 
 def test_evaluate_leaves_full_precision_out_where_its_weights_are_gone(world: World, tmp_path: Path) -> None:
@@ -98,6 +119,30 @@ def test_weights_other_than_those_of_the_run_are_not_compared(
     outcome = fimaq("evaluate", run, "--data", world.data, "--weights", tmp_path / "other.safetensors")
     assert_refused(outcome, "other.safetensors", "not those")
     assert snapshot(run) == before
+
+
+def test_pretrained_weights_that_nobody_named_are_left_out_where_they_are_not_those_of_the_run(
+    world: World, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_to_evaluate(finished, tmp_path)
+    config = json.loads((run / "config.json").read_text())
+    config["given"]["weights"] = None
+    del config["digest"]
+    (run / "config.json").write_text(json.dumps(config))
+    fetched = timm.create_model(MODEL, num_classes=CLASSES, **ARGUMENTS)
+    monkeypatch.setattr(build, "build_architecture", lambda *_, **__: fetched)
+    outcome = fimaq("evaluate", run, "--data", world.data, "--device", "cpu", "--json")
+    assert outcome.code == 0, outcome.err
+    assert "full precision is left out: the run was not made from timm's pretrained weights" in outcome.err
+    assert "full_precision" not in json.loads(outcome.out)
+
+
+def test_damaged_metrics_are_found_before_the_work(world: World, finished: Path, tmp_path: Path) -> None:
+    run = run_to_evaluate(finished, tmp_path)
+    (run / "metrics.json").write_text("{")
+    outcome = fimaq("evaluate", run, "--data", world.data, "--device", "cpu")
+    assert_refused(outcome, "metrics.json is damaged")
+    assert "validation" not in outcome.err
 
 
 def test_unreadable_validation_images_are_counted_not_guessed(

@@ -2,13 +2,23 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from command_line import ARGUMENTS, MODEL, World, assert_refused, assert_same_model, fimaq, run_to_evaluate
+from command_line import (
+    ARGUMENTS,
+    MODEL,
+    World,
+    assert_refused,
+    assert_same_model,
+    fimaq,
+    run_to_evaluate,
+    truncate,
+)
 from PIL import Image
 from runs import snapshot
 
@@ -51,6 +61,34 @@ def test_accuracy_is_measured_shown_and_kept(evaluated: Path) -> None:
     assert accuracy["kl_standard_error"] >= 0
     assert "Measured on 12 labelled images" in said(evaluated / "report.html", "accuracy")
     assert "12 images (labelled images from" in said(evaluated / "report.html", "disagreements")
+
+
+def test_a_stored_accuracy_on_more_images_is_kept(world: World, finished: Path, tmp_path: Path) -> None:
+    run = run_to_evaluate(finished, tmp_path)
+    before = snapshot(run)
+    assert report(run, "--data", world.data, "--val-size", "4")["accuracy"]["images"] == 4
+    assert "Measured on 4 labelled images" in said(run / "report.html", "accuracy")
+    assert snapshot(run).items() - before.items() == {("report.html", (run / "report.html").read_bytes())}
+
+
+def test_an_image_that_cannot_be_read_is_left_out(world: World, finished: Path, tmp_path: Path) -> None:
+    calib = shutil.copytree(world.data / "train", tmp_path / "calib")
+    truncate(calib / "03.jpg")
+    out = ("--out", tmp_path / "r.html", "--device", "cpu")
+    outcome = fimaq("report", finished, "--calib", calib, "--images", "10", *out)
+    assert outcome.code == 0, outcome.err
+    assert re.search("unreadable images skipped: 1, such as .*03.jpg", outcome.err)
+    assert "9 images (calibration images" in said(tmp_path / "r.html", "layers")
+
+
+def test_a_link_is_written_through_and_a_pipe_refused(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.html").touch()
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    report(finished, "--out", tmp_path / "link.html", "--stored")
+    assert (tmp_path / "link.html").is_symlink()
+    assert "blocks.0" in said(tmp_path / "page.html", "optimisation")
+    os.mkfifo(tmp_path / "pipe")
+    assert_refused(fimaq("report", finished, "--out", tmp_path / "pipe", "--stored"), "pipe", "regular file")
 
 
 def test_units_are_measured_on_the_runs_own_calibration_images(

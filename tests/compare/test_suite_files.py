@@ -108,13 +108,25 @@ quick: {settings: {iters: 5}, grid: {model: [c]}}
 def test_what_is_given_wins_over_the_suite(tmp_path: Path) -> None:
     text = "settings: {iters: 100, data: stored}\nmodels: {a: {crop_pct: 0.9}}\ngrid: {model: [a]}"
 
-    def folders(data: Any, task: Any) -> dict[str, Path]:
+    def folders(data: Any, task: Any, needs_train: bool) -> dict[str, Path]:
         return {} if data is None else {"calib": Path(data) / "train"}
 
     (cell,) = cells_of(tmp_path, text, given={"iters": 7, "crop_pct": 1.0}, folders=folders)
     assert (cell.config.iters, cell.config.crop_pct, cell.config.calib) == (7, 1.0, Path("stored/train"))
     (cell,) = cells_of(tmp_path, text, data=Path("other"), folders=folders)
     assert cell.config.calib == Path("other/train")
+
+
+def test_a_data_folder_needs_no_calibration_images_where_others_are_given(tmp_path: Path) -> None:
+    def folders(data: Any, task: Any, needs_train: bool) -> dict[str, Path]:
+        assert data is None or not needs_train
+        return {}
+
+    given = {"calib": Path("mine")}
+    for text in ("settings: {data: d}\ngrid: {model: [a]}", "settings: {data: d, calib: c}\ngrid: {model: [a]}"):
+        assert cells_of(tmp_path, text, given=given, folders=folders)
+    assert cells_of(tmp_path, "settings: {data: d, calib: c}\ngrid: {model: [a]}", folders=folders)
+    assert cells_of(tmp_path, "grid: {model: [a]}", data=Path("d"), given=given, folders=folders)
 
 
 def test_weights_are_found_in_a_folder_by_the_names_of_models(tmp_path: Path) -> None:

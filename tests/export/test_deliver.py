@@ -1,6 +1,7 @@
 """A run becomes a file that was verified, or nothing."""
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from runs import snapshot
 from torch import nn
 
 import fimaq
+from fimaq.artifact.files import FileLock
 from fimaq.data.demo import demo_calibration, demo_model, demo_test
 from fimaq.errors import FimaqError, InputError
 from fimaq.export import deliver, verify
 from fimaq.export.deliver import export_run
+from fimaq.export.formats import FORMATS
 from fimaq.export.sessions import OnnxRuntimeSession
 
 
@@ -75,10 +78,26 @@ def test_four_bit_weights_are_stored_in_four_bits(exported: Path) -> None:
 @pytest.mark.parametrize("bits", ["w8a8", "w3a3", "w6a5"])
 def test_other_bit_widths_are_exported_too(bits: str, tmp_path: Path) -> None:
     run = quantized(tmp_path, bits=bits)
+    (tmp_path / ".other.onnx.export" / "other.onnx").mkdir(parents=True)  # what a kill leaves
     record = export_run(run, {"test": demo_test()[0][:100]}, out=tmp_path / "other.onnx", model=demo_model())
     assert record["verification"]["agreement"]["test"]["same_top1"] >= 98
-    assert (tmp_path / "other.onnx").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "other.onnx", "other.export.json"}
     assert not (run / "model.onnx").exists()
+
+
+def test_two_exports_to_one_name_do_not_go_side_by_side(exported: Path) -> None:
+    lock = FileLock(exported / ".model.onnx.lock", "a test")
+    with pytest.raises(InputError, match=r"model\.onnx is in use"):
+        export_run(exported, {"test": demo_test()[0][:4]}, model=demo_model())
+    lock.release(remove=True)
+
+
+def test_a_runtime_installed_under_another_name_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert FORMATS["onnx"].version == f"onnxruntime {onnxruntime.__version__}"
 
 
 def test_scales_per_token_are_refused_with_the_preset_to_use(tmp_path: Path) -> None:

@@ -110,7 +110,6 @@ def test_a_read_only_folder_is_refused(
     lines = {
         tmp_path / "new": world.quantize(tmp_path / "new"),
         out: world.quantize(out, "--resume"),
-        finished: ["evaluate", finished, "--data", world.data],
     }
     for folder in folders:
         folder.chmod(0o555)
@@ -122,6 +121,11 @@ def test_a_read_only_folder_is_refused(
             outcome = fimaq(*line)
             judge_failure(outcome, tally, f"read-only {path}")
             assert str(path) in outcome.err.splitlines()[-1]
+        tally.fault()
+        evaluated = fimaq("evaluate", finished, "--data", world.data)
+        assert evaluated.code == 0, evaluated.err
+        assert "quantized" in evaluated.out
+        assert f"the accuracy is not stored: {finished}" in evaluated.err
     finally:
         for path in [*folders, out / ".lock", finished / "config.json"]:
             path.chmod(0o755)

@@ -1,5 +1,6 @@
 """`fimaq.quantize`: the model given, repeatable results, methods and presets, bad input."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,18 @@ def test_images_without_a_batch_dimension_are_refused() -> None:
 def test_an_unknown_setting_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="itters"):
         quantize(itters=5)
+
+
+@pytest.mark.parametrize("name", ["weights", "calib", "val", "val_size", "class_map", "crop_pct"])
+def test_a_setting_that_only_the_command_reads_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name} is not read"):
+        quantize(**{name: 1})
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not UTF-8"):
+        quantize(out=tmp_path / os.fsdecode(b"caf\xe9") / "run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_refused_run_leaves_no_directory(tmp_path: Path) -> None:

@@ -189,6 +189,12 @@ class RunDirectory:
             raise InputError(f"{path} is missing, though the run is complete: `fimaq evaluate` makes a new one")
         return _read_object(path) if path.exists() else {}
 
+    def read_accuracy(self) -> dict[str, Any]:
+        """What `metrics.json` holds under `accuracy`; empty where nothing was measured, or the file is gone."""
+        stored = self.read_metrics() if (self.path / METRICS).exists() else {}
+        accuracy = stored.get("accuracy")
+        return accuracy if isinstance(accuracy, dict) else {}
+
     def update_metrics(self, values: Mapping[str, Any]) -> None:
         """Replace the given top-level entries of `metrics.json` and keep the others."""
         with brief_lock(self.path / CONFIG):

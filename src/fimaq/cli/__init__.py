@@ -23,6 +23,11 @@ app = typer.Typer(
 )
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+_KEPT = {
+    "quantize": "; finished units are kept: run the command again with --resume",
+    "compare": "; finished units are kept: run the command again",
+}
+"""What a command that goes on where it stopped says when it is interrupted."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -62,8 +67,7 @@ def main() -> None:
         _fail(error, FAILED)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            again = "" if sys.argv[1:2] == ["compare"] else " with --resume"  # a comparison always resumes
-            typer.echo(f"fimaq: interrupted; finished units are kept: run the command again{again}", err=True)
+            typer.echo(f"fimaq: interrupted{_KEPT.get(''.join(sys.argv[1:2]), '')}", err=True)
         raise
     except OSError as error:
         _fail(error, FAILED)

@@ -1,18 +1,18 @@
 """fimaq bench RUN"""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from fimaq.cli import options
 
 
 def bench(
     run: Annotated[Path, typer.Argument(help="A run directory that was exported.")],
     threads: Annotated[int, typer.Option(min=1, help="Threads of the runtime.")] = 2,
     repeats: Annotated[int, typer.Option(min=4, help="Timed turns for each batch size.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Latency, throughput, size and memory: full precision beside quantized, taking turns in one process.
 
@@ -24,8 +24,7 @@ def bench(
     with for_terminal() as progress:
         result = bench_run(run, threads, repeats, progress)
     if as_json:
-        json.dump(result, sys.stdout)
-        sys.stdout.write("\n")
+        options.print_json(result)
     else:
         _print_table(result)
 

@@ -1,11 +1,12 @@
 """The classifier that a command names, and how it wants its images."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fimaq.config import Config
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from fimaq.data import Preprocessing
 
@@ -27,3 +28,16 @@ def preprocessing_of(model: "nn.Module", config: Config) -> "Preprocessing":
     side = config.model_args.get("img_size")
     size = (3, side, side) if isinstance(side, int) else None
     return resolve_preprocessing(model, input_size=size, crop_pct=config.crop_pct)
+
+
+def images_for(run: dict[str, Any], folder: Path, at_most: int, progress: Any) -> "Tensor":
+    """Readable images of `folder`, drawn and preprocessed as the run of this configuration did with its own."""
+    from fimaq.data import Preprocessing, build_transform, load_calibration
+
+    progress.note(f"reading up to {at_most} images from {folder}")
+    transform = build_transform(Preprocessing.from_dict(run["preprocessing"]))
+    found = load_calibration(folder, at_most, transform, run["settings"]["seed"], fewer=True)
+    if found.skipped:
+        path, reason = found.skipped[0]
+        progress.note(f"unreadable images skipped: {len(found.skipped)}, such as {path} ({reason})")
+    return found.images

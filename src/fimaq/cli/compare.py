@@ -1,7 +1,5 @@
 """fimaq compare SUITE --data DIR --out DIR"""
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,6 +51,7 @@ def compare(
 
     Example: `fimaq compare paper-loss --data imagenet --out runs/loss --quick`
     """
+    from fimaq.checks import check_name
     from fimaq.cli.detection import USUAL
     from fimaq.cli.values import folder_settings
     from fimaq.compare.processes import in_processes
@@ -77,6 +76,10 @@ def compare(
         if at_once > 1:
             raise InputError(f"--at-once {at_once} is for runs without Ray, which spreads cells by itself")
         require_ray(ray_address)
+    for flag, value in {"--per-gpu": per_gpu, "--cpus-per-cell": cpus_per_cell}.items():
+        if value > 1 and not with_ray:
+            raise InputError(f"{flag} {value} is for runs with Ray: add --ray or --ray-address, or leave it out")
+    check_name(out)
     _check_cells([cell.config for cell in cells], with_ray)
     if with_ray:
         work = on_ray(_run, RayUse(ray_address, per_gpu, cpus_per_cell))
@@ -85,8 +88,7 @@ def compare(
     with for_terminal() as progress:
         report = run_suite(wanted, cells, out, work, progress)
     if as_json:
-        json.dump({"out": str(out), **report}, sys.stdout)
-        sys.stdout.write("\n")
+        options.print_json({"out": out, **report})
     else:
         _print_summary(out, report)
     failed = [cell["name"] for cell in report["cells"] if cell["state"] == "failed"]

@@ -1,5 +1,6 @@
 """What `fimaq quantize --task detection` and `fimaq evaluate` do for a detector."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,21 @@ USUAL = {"calib_size": 256, "batch_size": 4, "search_size": 16}
 """What settings are for a detector where nothing else is asked for: its images are large."""
 
 
-def detection_folders(data: Path) -> dict[str, Path]:
+def detection_folders(data: Path, needs_train: bool = True) -> dict[str, Path]:
     """The settings that a COCO folder stands for: its training images, and itself where it can be validated on."""
-    from fimaq.data.coco import find_coco
+    from fimaq.data.coco import calibration_folder, find_coco
 
-    calib = next((data / name for name in ("train2017", "train") if (data / name).is_dir()), None)
-    if calib is None:
-        raise InputError(f"{data} has neither train2017/ nor train/ with calibration images; give --calib DIR")
-    try:
+    folders = {}
+    if not data.is_dir():
+        raise InputError(f"data folder {data} does not exist: expected a COCO folder with train2017/ and val2017/")
+    if needs_train:
+        folders["calib"] = calibration_folder(data)
+        if folders["calib"] == data:
+            raise InputError(f"{data} has neither train2017/ nor train/ with calibration images; give --calib DIR")
+    with contextlib.suppress(InputError):
         find_coco(data, "val")
-    except InputError:
-        return {"calib": calib}
-    return {"calib": calib, "val": data}
+        folders["val"] = data
+    return folders
 
 
 def build(name: str, weights: Path | None, num_classes: int | None, args: dict[str, Any]) -> Any:
@@ -41,7 +45,7 @@ def run_detection(config: Config, out: Path, resume: bool, progress: Any) -> dic
     """Quantize a detector, and evaluate it where the data has annotations."""
     from fimaq.artifact.run_directory import RunDirectory
     from fimaq.data import load_calibration
-    from fimaq.data.coco import CocoSet, find_coco, pycocotools
+    from fimaq.data.coco import CocoSet, calibration_folder, find_coco, pycocotools
     from fimaq.data.detection_image import DetectionPreprocessing
     from fimaq.detection.accuracy import evaluate_detectors
     from fimaq.detection.quantize import quantize_detector
@@ -62,7 +66,7 @@ def run_detection(config: Config, out: Path, resume: bool, progress: Any) -> dic
         progress.note(f"validation: {len(coco.images)} images, {len(coco.category_ids)} categories")
     progress.start("reading calibration images", config.calib_size)
     calibration = load_calibration(
-        config.calib,
+        calibration_folder(config.calib),
         config.calib_size,
         preprocessing.on_canvas,
         config.seed,
@@ -112,7 +116,6 @@ def evaluate_detection(
         progress.note(f"full precision is left out: its weights ({path}) are not there; give --weights FILE")
     result = evaluate_detectors(detectors, coco, preprocessing, device, progress, val_size)
     result["preprocessing"] = preprocessing.as_dict()
-    directory.update_metrics({"accuracy": result})
     return result
 
 
@@ -133,4 +136,6 @@ def print_average_precision(result: dict[str, Any]) -> None:
                 table.add_row(f"{model.replace('_', ' ')}, {label}", *shown)
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"percent, {result['images']} images")
+    unreadable = result.get("unreadable", 0)  # not in runs of earlier versions
+    skipped = f", {unreadable} unreadable left out" if unreadable else ""
+    console.print(f"percent, {result['images']} images{skipped}")

@@ -1,9 +1,8 @@
 """What `fimaq quantize --dry-run` does: it tells what the run would take, and writes nothing."""
 
-import json
-import sys
 from typing import Any
 
+from fimaq.cli import options
 from fimaq.cli.classifier import preprocessing_of
 from fimaq.config import Config
 
@@ -29,8 +28,7 @@ def dry_run(config: Config, as_json: bool) -> None:
         places["an H200"] = torch.device("cuda")
     found = dict(zip(places, predict(config, tuple(shape), list(places.values())), strict=True))
     if as_json:
-        json.dump({where: prediction.as_dict() for where, prediction in found.items()}, sys.stdout)
-        sys.stdout.write("\n")
+        options.print_json({where: prediction.as_dict() for where, prediction in found.items()})
         return
     for where, prediction in found.items():
         print_prediction(where, prediction, config)

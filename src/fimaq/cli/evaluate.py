@@ -1,13 +1,12 @@
 """fimaq evaluate RUN --data DIR"""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fimaq.errors import InputError
+from fimaq.cli import options
+from fimaq.errors import FimaqError, InputError
 
 
 def evaluate(
@@ -24,9 +23,11 @@ def evaluate(
     weights: Annotated[
         Path | None, typer.Option(help="Full-precision weights, if they moved since the run.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Images at a time, of a classifier. [default: 64]")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Top-1 and top-5 of a run, or a detector's box and mask AP, full precision beside quantized.
 
@@ -36,23 +37,28 @@ def evaluate(
     from fimaq.cli.detection import evaluate_detection, print_average_precision
     from fimaq.progress import for_terminal
 
-    if RunDirectory.open_existing(run).task == "detection":
-        folder = data or val
-        if folder is None:
-            raise InputError("no validation data was given: use --data COCO_DIR")
-        with for_terminal() as progress:
-            result = evaluate_detection(run, folder, val_size, weights, device, progress)
-        if as_json:
-            json.dump(result, sys.stdout)
-            sys.stdout.write("\n")
-        else:
-            print_average_precision(result)
-        return
+    directory = RunDirectory.open_existing(run)
+    directory.read_accuracy()  # a damaged file is found before the work, not after it
+    detection = directory.task == "detection"
     with for_terminal() as progress:
-        result = evaluate_run(run, data, val, crop_pct, val_size, class_map, weights, batch_size, device, progress)
+        if detection:
+            others = {"--crop-pct": crop_pct, "--class-map": class_map, "--batch-size": batch_size}
+            for flag, value in others.items():
+                if value is not None:
+                    raise InputError(f"{flag} {value} is for classifiers, and {run} is a detector's: leave it out")
+            folder = data or val
+            if folder is None:
+                raise InputError("no validation data was given: use --data COCO_DIR")
+            result = evaluate_detection(run, folder, val_size, weights, device, progress)
+        else:
+            result = evaluate_run(
+                run, data, val, crop_pct, val_size, class_map, weights, batch_size or 64, device, progress
+            )
+        store_accuracy(directory, result, progress)
     if as_json:
-        json.dump(result, sys.stdout)
-        sys.stdout.write("\n")
+        options.print_json(result)
+    elif detection:
+        print_average_precision(result)
     else:
         _print_table(result)
 
@@ -70,7 +76,7 @@ def evaluate_run(
     progress: Any,
     observe: Any = None,
 ) -> dict[str, Any]:
-    """Measure accuracy and store it in the run's metrics. `observe`: see `fimaq.accuracy.Observe`."""
+    """Measure the accuracy of a classifier's run. `observe`: see `fimaq.accuracy.Observe`."""
     from dataclasses import replace
 
     from fimaq.accuracy import evaluate_models
@@ -102,8 +108,15 @@ def evaluate_run(
     result = evaluate_models(models, dataset, batch_size, device, progress, observe)
     result["preprocessing"] = preprocessing.as_dict()
     result["classes_by"] = mapping.source
-    directory.update_metrics({"accuracy": result})
     return result
+
+
+def store_accuracy(directory: Any, accuracy: dict[str, Any], progress: Any) -> None:
+    """Put it into the run's metrics. Where they cannot be written, what was measured is shown all the same."""
+    try:
+        directory.update_metrics({"accuracy": accuracy})
+    except FimaqError as error:
+        progress.note(f"the accuracy is not stored: {error}")
 
 
 def full_precision(config: dict[str, Any], weights: Path | None, progress: Any) -> Any:
@@ -120,11 +133,14 @@ def full_precision(config: dict[str, Any], weights: Path | None, progress: Any) 
             raise
         progress.note(f"full precision is left out: {error}")
         return None
-    if tensor_fingerprint(sorted(model.state_dict().items())) != described.get("weights"):
-        raise InputError(
-            f"the full-precision weights ({path or 'pretrained'}) are not those the run was made from"
-        )
-    return model
+    if tensor_fingerprint(sorted(model.state_dict().items())) == described.get("weights"):
+        return model
+    if path is not None:
+        raise InputError(f"the full-precision weights ({path}) are not those the run was made from")
+    progress.note(
+        "full precision is left out: the run was not made from timm's pretrained weights; give --weights FILE"
+    )
+    return None
 
 
 def _print_table(result: dict[str, Any]) -> None:

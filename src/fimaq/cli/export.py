@@ -1,11 +1,11 @@
 """fimaq export RUN --format onnx|openvino --processor any|vnni"""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from fimaq.cli import options
 
 
 def export(
@@ -28,7 +28,7 @@ def export(
     ] = None,
     verify: Annotated[Path | None, typer.Option(help="Further images to verify on; no labels needed.")] = None,
     verify_size: Annotated[int, typer.Option(min=1, help="Images of each kind to verify on.")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write a file that an integer runtime executes, and verify it against the run.
 
@@ -39,8 +39,7 @@ def export(
     with for_terminal() as progress:
         record = _export(run, format, processor, out, calib, verify, verify_size, progress)
     if as_json:
-        json.dump(record, sys.stdout)
-        sys.stdout.write("\n")
+        options.print_json(record)
         return
     found = record["verification"]
     target = out or run / record["file"]
@@ -72,8 +71,7 @@ def _export(
     kind = find_format(format)
     kind.require()
     from fimaq.artifact.run_directory import RunDirectory
-    from fimaq.data import Preprocessing, build_transform, load_calibration
-    from fimaq.data.folder import list_images
+    from fimaq.cli.classifier import images_for
     from fimaq.export.deliver import export_run, find_target
 
     directory = RunDirectory.open_existing(run)
@@ -81,16 +79,13 @@ def _export(
     config = directory.config
     if config.get("preprocessing") is None:
         raise InputError(f"{run} was made without image preprocessing; export it in Python")
-    transform = build_transform(Preprocessing.from_dict(config["preprocessing"]))
     given = calib or (Path(config["given"]["calib"]) if config["given"].get("calib") else None)
     folders = {"calibration": given, "verify": further}
     images = {}
     for name, folder in folders.items():
         if folder is None or (name == "calibration" and calib is None and not folder.is_dir()):
             continue
-        count = min(size, len(list_images(folder)))
-        progress.note(f"reading {count} images from {folder}")
-        images[name] = load_calibration(folder, count, transform, config["settings"]["seed"]).images
+        images[name] = images_for(config, folder, size, progress)
     if not images:
         raise InputError(
             f"the run's calibration images ({given}) are not there to verify on; give --calib or --verify DIR"

@@ -1,7 +1,5 @@
 """fimaq fisher MODEL --unit blocks.5 --data DIR --out DIR"""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,8 +59,7 @@ def fisher(
     with for_terminal() as progress:
         result = _draw(settings, unit, out, token, channels, exact_size, not linear, progress)
     if as_json:
-        json.dump(result, sys.stdout)
-        sys.stdout.write("\n")
+        options.print_json(result)
         return
     typer.echo(f"relative error to the complete matrix of {result['channels']} channels, rank {result['rank']}:")
     for name, error in result["errors"].items():
@@ -84,7 +81,6 @@ def _draw(
     progress: Any,
 ) -> dict[str, Any]:
     """Load model and images, compute the figure, write it."""
-    from fimaq.artifact.files import json_ready
     from fimaq.data import build_transform, load_calibration
     from fimaq.device import choose_device
     from fimaq.report.fisher_figure import check_folder, fisher_figure, write_figure
@@ -97,5 +93,4 @@ def _draw(
     figure = fisher_figure(model, calibration.images, unit, config, token, channels, exact_size, progress)
     figure.details["data_fingerprint"] = calibration.fingerprint
     write_figure(figure, out, log)
-    result: dict[str, Any] = json_ready({"out": out, **figure.as_dict()})
-    return result
+    return {"out": out, **figure.as_dict()}

@@ -1,7 +1,8 @@
-"""Options that several commands have, so that they are spelt and explained once."""
+"""Options that several commands have, so that they are spelt and explained once, and what --json prints."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,3 +58,10 @@ HostBudget = Annotated[
     typer.Option(help="Host memory beside a GPU, such as 20GiB: activations that do not fit go to disk."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+
+def print_json(obj: Any) -> None:
+    """One object on one line of standard output. JSON knows no NaN: numbers that are not finite become null."""
+    from fimaq.artifact.files import json_ready
+
+    print(json.dumps(json_ready(obj), allow_nan=False))

@@ -1,8 +1,6 @@
 """fimaq quantize MODEL --data DIR --bits w4a4 --out RUN"""
 
 import copy
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,8 +123,7 @@ def quantize(
     if ranks.rank > 0:
         return
     if as_json:
-        json.dump({"run": str(out), **metrics}, sys.stdout)
-        sys.stdout.write("\n")
+        options.print_json({"run": out, **metrics})
         return
     try:
         if settings.task == "detection" and "accuracy" in metrics:
@@ -198,7 +195,7 @@ def run_classification(config: Config, out: Path, resume: bool, progress: Any, r
 def _print_summary(out: Path, metrics: dict[str, Any], decision: str) -> None:
     from rich.console import Console
 
-    say = Console(highlight=False, soft_wrap=True).print
+    say = Console(highlight=False, soft_wrap=True, markup=False).print
     if "accuracy" in metrics:
         accuracy = metrics["accuracy"]
         full, quantized = accuracy["full_precision"], accuracy["quantized"]

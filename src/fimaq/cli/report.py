@@ -1,8 +1,6 @@
 """fimaq report RUN"""
 
 import contextlib
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +23,8 @@ def report(
         Path | None, typer.Option(help="Measure accuracy here first, as `evaluate` does; one folder per class.")
     ] = None,
     val_size: Annotated[
-        int | None, typer.Option(min=1, help="Labelled images, evenly spread. [default: all; 500 on a CPU]")
+        int | None,
+        typer.Option(min=1, help="Labelled images, evenly spread. [default: all; of a classifier on a CPU: 500]"),
     ] = None,
     class_map: options.ClassMap = None,
     weights: Annotated[
@@ -55,8 +54,7 @@ def report(
             run, out, data, calib, val, val_size, class_map, weights, images, fisher, stored, device, progress
         )
     if as_json:
-        json.dump(result, sys.stdout)
-        sys.stdout.write("\n")
+        options.print_json(result)
         return
     if result["missing"]:
         typer.echo(f"units and layers are not shown: {result['missing']}")
@@ -80,8 +78,6 @@ def _report(
     device_name: str,
     progress: Any,
 ) -> dict[str, Any]:
-    from fimaq.artifact.files import json_ready
-    from fimaq.artifact.run_directory import RunDirectory
     from fimaq.device import choose_device
     from fimaq.report.material import read_run
     from fimaq.report.write import report_file, store
@@ -95,37 +91,48 @@ def _report(
         material.missing = "nothing was to be measured (--stored)"
     elif material.task == "detection":
         material.missing = "units, layers and images of detectors are not measured yet"
-        _measure_detector(run, data or val, val_size, weights, device_name, progress)
+        _measure_detector(material, data or val, val_size, weights, device_name, progress)
     else:
         if val is not None:
             size = val_size or (500 if device.type == "cpu" else None)
             _measure_accuracy(material, val, size, class_map, weights, str(device), progress)
         _measure_units(material, calib, data, weights, count, device, progress)
-    material.metrics = RunDirectory.open_existing(run).read_metrics()
     size_in_bytes = store(material, target)
     units = [] if material.sensitivity is None else material.sensitivity.units
-    result: dict[str, Any] = json_ready(
-        {
-            "report": target,
-            "bytes": size_in_bytes,
-            "accuracy": material.metrics.get("accuracy"),
-            "missing": material.missing,
-            "hurting_most": [
-                {"unit": unit.unit, "kl_divergence": unit.kl, "output_error": unit.output.relative}
-                for unit in sorted(units, key=lambda unit: unit.kl, reverse=True)[:3]
-            ],
-        }
-    )
-    return result
+    return {
+        "report": target,
+        "bytes": size_in_bytes,
+        "accuracy": material.metrics.get("accuracy"),
+        "missing": material.missing,
+        "hurting_most": [
+            {"unit": unit.unit, "kl_divergence": unit.kl, "output_error": unit.output.relative}
+            for unit in sorted(units, key=lambda unit: unit.kl, reverse=True)[:3]
+        ],
+    }
 
 
 def _measure_detector(
-    run: Path, folder: Path | None, val_size: int | None, weights: Path | None, device: str, progress: Any
+    material: Any, folder: Path | None, val_size: int | None, weights: Path | None, device: str, progress: Any
 ) -> None:
     from fimaq.cli.detection import evaluate_detection
 
     if folder is not None:
-        evaluate_detection(run, folder, val_size, weights, device, progress)
+        result = evaluate_detection(material.path, folder, val_size, weights, device, progress)
+        _show_accuracy(material, result, progress)
+
+
+def _show_accuracy(material: Any, accuracy: dict[str, Any], progress: Any) -> None:
+    """Into the report, and into the run's metrics unless that would lose one of as many images or more."""
+    from fimaq.artifact.run_directory import RunDirectory
+    from fimaq.cli.evaluate import store_accuracy
+
+    directory = RunDirectory.open_existing(material.path)
+    stored = directory.read_accuracy().get("images")
+    if isinstance(stored, int) and stored >= accuracy["images"]:
+        progress.note(f"metrics.json keeps its accuracy on {stored} images; `fimaq evaluate` would replace it")
+    else:
+        store_accuracy(directory, accuracy, progress)
+    material.metrics["accuracy"] = accuracy
 
 
 def _measure_accuracy(
@@ -137,7 +144,7 @@ def _measure_accuracy(
     device: str,
     progress: Any,
 ) -> None:
-    """Accuracy into the run's metrics; disagreements on the labelled images into `material`."""
+    """Accuracy, and disagreements on the labelled images."""
     from fimaq.cli.evaluate import evaluate_run
     from fimaq.data import Preprocessing, build_transform, validation_set
     from fimaq.errors import InputError
@@ -150,7 +157,8 @@ def _measure_accuracy(
         if "full_precision" in logits:
             found.add(images, logits["full_precision"], logits["quantized"], targets)
 
-    evaluate_run(material.path, None, val, None, size, class_map, weights, 64, device, progress, observe)
+    result = evaluate_run(material.path, None, val, None, size, class_map, weights, 64, device, progress, observe)
+    _show_accuracy(material, result, progress)
     if found.images:
         material.disagreements, material.disagreements_on = found, f"labelled images from {val}"
         classes = material.config["model"]["num_classes"]
@@ -170,9 +178,8 @@ def _measure_units(
     progress: Any,
 ) -> None:
     """Sensitivity and what else needs both models, where they and images can be had; else why not."""
+    from fimaq.cli.classifier import images_for
     from fimaq.cli.evaluate import full_precision
-    from fimaq.data import Preprocessing, build_transform, load_calibration
-    from fimaq.data.folder import list_images
     from fimaq.loading import load
     from fimaq.report.disagreements import class_names
     from fimaq.report.material import measure
@@ -196,9 +203,6 @@ def _measure_units(
     if original is None:
         material.missing = "the full-precision weights cannot be had; give --weights FILE"
         return
-    count = min(count, len(list_images(folder)))
-    transform = build_transform(Preprocessing.from_dict(stored))
-    progress.note(f"reading {count} images from {folder}")
-    images = load_calibration(folder, count, transform, config["settings"]["seed"]).images
+    images = images_for(config, folder, count, progress)
     material.images_from = f"calibration images from {folder}"
     measure(material, original, load(material.path, device=str(device)), images, device, progress)

@@ -41,20 +41,20 @@ def build_config(flags: dict[str, Any], config_file: Path | None, data: Path | N
     usual = USUAL if task == "detection" else {}
     values = {
         **usual,
-        **folder_settings(stored if data is None else None, task),
+        **folder_settings(stored if data is None else None, task, "calib" not in values | given),
         **values,
-        **folder_settings(data, task),
+        **folder_settings(data, task, "calib" not in given),
     }
     return Config.create(**(values | given))
 
 
-def folder_settings(data: str | Path | None, task: str | None) -> dict[str, Path]:
-    """The settings that a data folder stands for."""
+def folder_settings(data: str | Path | None, task: str | None, needs_train: bool = True) -> dict[str, Path]:
+    """The settings that a data folder stands for. `needs_train`: whether its calibration images must be there."""
     if data is None:
         return {}
     if not isinstance(data, str | Path):
         raise InputError(f"data: {data!r} is not a folder name")
     if task == "detection":
-        return detection_folders(Path(data))
-    calib, val = data_folders(Path(data))
+        return detection_folders(Path(data), needs_train)
+    calib, val = data_folders(Path(data), needs_train)
     return {"calib": calib} if val is None else {"calib": calib, "val": val}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fimaq.artifact.files import read_json, write_bytes, write_json
-from fimaq.artifact.run_directory import CONFIG, RunDirectory
+from fimaq.artifact.files import FileLock, read_json, write_bytes, write_json
+from fimaq.artifact.run_directory import CONFIG, LOCK, RunDirectory
 from fimaq.compare.suite import Cell, Suite
 from fimaq.compare.summary import CellResult, measures_of, summarise
 from fimaq.compare.tables import csv_text, html_page, markdown
@@ -71,6 +71,19 @@ def run_suite(suite: Suite, cells: Sequence[Cell], out: Path, work: Work, progre
     A cell that fails is recorded and the rest goes on. An interruption passes through; running again resumes.
     """
     _check_folder(out, suite)
+    try:
+        (out / RUNS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out} cannot be used for --out: {error.strerror}; give a new folder") from None
+    lock = FileLock(out / LOCK, f"comparison {out}")
+    try:
+        lock.sign()
+        return _run_cells(suite, cells, out, work, progress)
+    finally:
+        lock.release(remove=True)
+
+
+def _run_cells(suite: Suite, cells: Sequence[Cell], out: Path, work: Work, progress: Silent) -> dict[str, Any]:
     stored = {cell.name: stored_metrics(out / RUNS / cell.name, cell.config) for cell in cells}
     results = {
         cell.name: CellResult(cell.name, cell.labels, measures_of(metrics) if metrics else {})
@@ -79,7 +92,6 @@ def run_suite(suite: Suite, cells: Sequence[Cell], out: Path, work: Work, progre
     }
     finished = sum(metrics is not None for metrics in stored.values())
     progress.note(f"{suite.title}: {len(cells)} cells" + (f", {finished} finished already" if finished else ""))
-    (out / RUNS).mkdir(parents=True, exist_ok=True)
     report = write_report(suite, list(results.values()), out)
     waiting = [
         Waiting(cell, number, len(cells), out / RUNS / cell.name)
@@ -128,7 +140,9 @@ def stored_metrics(path: Path, config: Config) -> dict[str, Any] | None:
         kept["num_classes"] = model.get("num_classes")
     compared = [key for key in known if key not in GIVEN_FREELY and (key != "num_classes" or key in kept)]
     same = all(key in kept and _comparable(kept[key], key) == _comparable(known[key], key) for key in compared)
-    evaluated = "accuracy" in metrics or config.val is None
+    # `evaluate` and `report`, which may take other images, also store how they preprocessed them.
+    accuracy: Any = metrics.get("accuracy")
+    evaluated = config.val is None or (bool(accuracy) and "preprocessing" not in accuracy)
     return metrics if same and evaluated else None
 
 

@@ -25,8 +25,8 @@ LONGEST_NAME = 200
 """Characters in a cell's name, which names a folder; the names of files in it are short."""
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
-Folders = Callable[[str | Path | None, str | None], Mapping[str, Any]]
-"""(data folder, task) -> the settings that the folder stands for, such as `calib` and `val`."""
+Folders = Callable[[str | Path | None, str | None, bool], Mapping[str, Any]]
+"""(data folder, task, whether it must have calibration images) -> the settings that the folder stands for."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def expand(
     suite: Suite,
     *,
     usual: Mapping[str, Mapping[str, Any]] | None = None,
-    folders: Folders = lambda data, task: {},
+    folders: Folders = lambda data, task, needs_train: {},
     data: Path | None = None,
     given: Mapping[str, Any] | None = None,
     weights_dir: Path | None = None,
@@ -104,14 +104,15 @@ def expand(
         label, own = _model_of(suite, point)
         settings = dict(suite.settings)
         stored = settings.pop("data", None)
-        task = {**settings, **own, **point}.get("task")
+        named = {**settings, **own, **point}
+        task = named.get("task")
         values = {
             **(usual or {}).get(str(task), {}),
-            **folders(stored if data is None else None, task),
+            **folders(stored if data is None else None, task, "calib" not in {**named, **given}),
             **settings,
             **point,
             **{key: value for key, value in own.items() if key == "model" or key not in point},
-            **folders(data, task),
+            **folders(data, task, "calib" not in given),
             **given,
         }
         if weights_dir is not None:

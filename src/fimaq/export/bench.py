@@ -43,7 +43,7 @@ print(largest_resident_size() - before)
 def bench_run(run: Path, threads: int, repeats: int, progress: Silent | None = None) -> dict[str, Any]:
     """Times of the exported files in RUN and of the same architecture in full precision, each in its runtime.
 
-    Also written to RUN/bench.json, in place of an earlier one.
+    Also written to RUN/bench.json, in place of an earlier one, where RUN can be written.
 
     The full-precision weights are random: time does not depend on them, and they need not be there.
     """
@@ -66,7 +66,10 @@ def bench_run(run: Path, threads: int, repeats: int, progress: Silent | None = N
         "machine": platform.machine(),
         "runtimes": {kind.runtime: _in_runtime(kind, run, model, threads, repeats, progress) for kind in formats},
     }
-    write_json(run / BENCH, result)
+    try:
+        write_json(run / BENCH, result)
+    except FimaqError as error:
+        progress.note(f"the result is not stored: {error}")
     return result
 
 

@@ -1,10 +1,11 @@
 """A run becomes a file for an integer runtime, which was verified before it got its name."""
 
+import contextlib
 import copy
 import os
 import platform
-import tempfile
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fimaq.artifact.files import file_digest, read_json, write_json
+from fimaq.artifact.files import FileLock, file_digest, read_json, write_json
 from fimaq.artifact.run_directory import RunDirectory
+from fimaq.checks import check_name
 from fimaq.errors import FimaqError, InputError
 from fimaq.export.formats import Format, find_format
 from fimaq.export.lower import count_products, has_unsigned_right_sides, lower, size_step
@@ -39,6 +41,7 @@ def find_target(directory: RunDirectory, kind: Format, processor: str, out: str 
     refuse_detectors(directory)
     _refuse_bit_exact(directory, kind)
     target = Path(out) if out is not None else directory.path / kind.file
+    check_name(target)
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"{target} cannot be written: give --out a file in a folder that exists")
     if target.suffix != Path(kind.file).suffix:
@@ -93,32 +96,31 @@ def export_run(
         images = {**images, "another size": _larger(first[:ANOTHER_SIZE], step)}
         traced = images["another size"][[0, -1]]
     products = count_products(lowered)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder:
-        aside = Path(folder) / target.name
+    with _folder_beside(target) as folder:
+        aside = folder / target.name
         kind.write(lowered, traced, aside, lowered=True, step=step, processor=processor)
         progress.note(f"verifying in {kind.runtime}")
         found = verify(_opened(aside, kind), own, images)
         faults = shortcomings(found, products, floats_expected=bool(stayed_float))
         if faults:
             raise FimaqError(f"the exported file is not good, and was not kept: {'; '.join(faults)}{_hint(kind)}")
-        size = kind.size(aside)
-        digests = _move(Path(folder), target)
-    record = {
-        "file": target.name,
-        "sha256": digests,
-        "bytes": size,
-        "format": kind.name,
-        # OpenVINO's files are the same for all processors, but not right on all of them.
-        "processor": None if kind.symmetric else processor,
-        "input": _input(example, step),
-        "output": {"name": OUTPUT},
-        "preprocessing": directory.config["preprocessing"],
-        "quantized_products": products,
-        "stayed_float": stayed_float,
-        "verification": found,
-        "versions": _versions(kind),
-    }
-    write_json(target.with_name(kind.record), record)
+        record = {
+            "file": target.name,
+            "sha256": {file.name: file_digest(file) for file in sorted(folder.iterdir())},
+            "bytes": kind.size(aside),
+            "format": kind.name,
+            # OpenVINO's files are the same for all processors, but not right on all of them.
+            "processor": None if kind.symmetric else processor,
+            "input": _input(example, step),
+            "output": {"name": OUTPUT},
+            "preprocessing": directory.config["preprocessing"],
+            "quantized_products": products,
+            "stayed_float": stayed_float,
+            "verification": found,
+            "versions": _versions(kind),
+        }
+        _move(folder, target)
+        write_json(kind.record_of(target), record)
     if not kind.symmetric and has_unsigned_right_sides(lowered):
         progress.note("8 bits on both sides: where there is VNNI, --processor vnni makes a faster file")
     return record
@@ -152,12 +154,12 @@ def exported_record(run: Path, kind: Format) -> dict[str, Any]:
     record = read_json(run / kind.record)
     if not isinstance(record, dict) or not isinstance(record.get("sha256"), dict) or "input" not in record:
         raise InputError(f"{run / kind.record} is damaged: it does not say what was exported")
+    again = f"make it again with: fimaq export {run} --format {kind.name}"
+    if kind.file not in record["sha256"]:
+        raise InputError(f"{run / kind.record} is not about {kind.file} but about {record.get('file')}; {again}")
     for name, digest in record["sha256"].items():
         if not (run / name).is_file() or file_digest(run / name) != digest:
-            raise InputError(
-                f"{run / name} is not the file that was exported and verified; make it again with: "
-                f"fimaq export {run} --format {kind.name}"
-            )
+            raise InputError(f"{run / name} is not the file that was exported and verified; {again}")
     return record
 
 
@@ -190,12 +192,27 @@ def _hint(kind: Format) -> str:
     )
 
 
-def _move(folder: Path, target: Path) -> dict[str, str]:
-    """Give the files in `folder` their place beside `target`, which comes last; name -> digest."""
-    digests = {}
+@contextlib.contextmanager
+def _folder_beside(target: Path) -> Iterator[Path]:
+    """An empty folder to write `target` in, which is gone afterwards; so is one that a killed export of it left.
+
+    A second export to this name is refused meanwhile; those to other names go on side by side.
+    """
+    lock = FileLock(target.with_name(f".{target.name}.lock"), f"{target}")
+    lock.sign()
+    folder = target.with_name(f".{target.name}.export")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release(remove=True)
+
+
+def _move(folder: Path, target: Path) -> None:
+    """Give the files in `folder` their place beside `target`, which comes last."""
     for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
         with file.open("rb") as written:
             os.fsync(written.fileno())
-        digests[file.name] = file_digest(file)
         file.replace(target.parent / file.name)
-    return digests

@@ -29,7 +29,15 @@ class Format:
 
     @property
     def version(self) -> str:
-        return f"{self.runtime} {metadata.version(self.runtime)}"
+        try:
+            version = metadata.version(self.runtime)
+        except metadata.PackageNotFoundError:  # installed under another name, such as onnxruntime-gpu
+            version = import_module(self.runtime).__version__
+        return f"{self.runtime} {version}"
+
+    def record_of(self, file: Path) -> Path:
+        """The record beside an exported file. A file with a name of its own has a record with one."""
+        return file.with_name(self.record if file.name == self.file else f"{file.stem}.{self.record}")
 
     def size(self, path: Path) -> int:
         """Bytes of a file, together with the weights that the format may have in a file beside it."""

@@ -1,5 +1,6 @@
 """A run's report, in Python: what `fimaq report` does, for models and images that are already at hand."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -51,9 +52,17 @@ def write_report(
 def report_file(run: Path, out: Path | None) -> Path:
     """Where the report goes, checked before any work is done."""
     target = out or run / REPORT
-    if target.is_dir() or not target.parent.is_dir():
-        raise InputError(f"{target} cannot be written: give --out a file in a folder that exists")
+    if target.exists() and not target.is_file():
+        raise InputError(f"{target} cannot be written: it is not a regular file; give --out a file")
+    folder = _place(target).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{target} cannot be written: give --out a file in a folder that exists and is writable")
     return target
+
+
+def _place(target: Path) -> Path:
+    """The file itself, where `target` is a link to it: the link stays."""
+    return Path(os.path.realpath(target))
 
 
 def check_weights(material: Material, model: nn.Module, what: str) -> None:
@@ -67,5 +76,5 @@ def check_weights(material: Material, model: nn.Module, what: str) -> None:
 def store(material: Material, target: Path) -> int:
     """Write the page, whole or not at all; returns its size in bytes."""
     content = page(material).encode("utf-8")
-    write_bytes(target, content)
+    write_bytes(_place(target), content)
     return len(content)
