@@ -12,7 +12,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fimaq.errors import InputError
-from fimaq.models.products import FUSED_ATTENTION, class_name, multiplied_activations, watched
+from fimaq.models.products import (
+    FUSED_ATTENTION,
+    class_name,
+    layer_read,
+    linear_arguments,
+    multiplied_activations,
+    watched,
+)
 from fimaq.quant.layers import QUANTIZED, QuantMatMul
 
 
@@ -43,11 +50,13 @@ def count_products(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
         name = names.get(id(module), "")
         entered[name] = entered.get(name, 0) + 1
 
+    def reads_a_layer(func: Any, args: Any, kwargs: Any) -> bool:
+        return func is F.linear and layer_read(stack[-1], linear_arguments(*args, **(kwargs or {}))[1]) is not None
+
     class Counter(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             found = 2 if func is FUSED_ATTENTION else int(bool(multiplied_activations(func, args, kwargs)))
-            running_linear = func is F.linear and not isinstance(stack[-1], nn.Linear) if stack else False
-            if stack and (found or running_linear):
+            if stack and (found or reads_a_layer(func, args, kwargs)):
                 name = names.get(id(stack[-1]))
                 if name is None:
                     kind = class_name(stack[-1])

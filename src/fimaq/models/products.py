@@ -154,17 +154,22 @@ class _ProductMode(_UnbindMode):
         if func in _SOFTMAXES and _is_over_last(*args, **kwargs):
             return self._softmax(args[0] if args else kwargs["input"])
         if func is F.linear:
-            # BEiT, EVA and Swin-V2 call F.linear with the weight of a layer and a bias they put together.
-            x, weight, bias = _linear_arguments(*args, **kwargs)
-            layer = next(
-                (m for m in self.owner.children() if isinstance(m, QuantLinear) and m.weight is weight), None
-            )
-            if layer is not None:
+            x, weight, bias = linear_arguments(*args, **kwargs)
+            layer = layer_read(self.owner, weight)
+            if isinstance(layer, QuantLinear):
                 return layer(x, bias)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _linear_arguments(
+def layer_read(module: nn.Module, weight: Tensor) -> nn.Linear | None:
+    """The layer of a module that has this weight.
+
+    BEiT, EVA and Swin-V2 call F.linear with the weight of a layer and a bias they put together.
+    """
+    return next((m for m in module.children() if isinstance(m, nn.Linear) and m.weight is weight), None)
+
+
+def linear_arguments(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
