@@ -215,3 +215,16 @@ def test_file_digest_is_sha256_of_the_bytes(tmp_path):
 def test_written_json_is_plain_json(tmp_path):
     write_json(tmp_path / "a.json", {"x": 1e-30})
     assert json.loads((tmp_path / "a.json").read_text(encoding="ascii")) == {"x": 1e-30}
+
+
+@pytest.mark.parametrize("changed", ['"shape":[3,2]', '"dtype":"I32"', '"other"'])
+def test_a_tensor_under_another_name_shape_or_type_is_not_loaded_as_good(tmp_path: Path, changed: str) -> None:
+    """The same bytes, to which the header gives another meaning."""
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {"given": torch.arange(6.0).view(2, 3)}, {})
+    was = {'"shape":[3,2]': '"shape":[2,3]', '"dtype":"I32"': '"dtype":"F32"', '"other"': '"given"'}[changed]
+    content = path.read_bytes()
+    assert content.count(was.encode()) == 1
+    path.write_bytes(content.replace(was.encode(), changed.encode()))
+    with pytest.raises(InputError, match="does not match its digest"):
+        read_tensors(path)

@@ -10,7 +10,7 @@ from fimaq.calibrate.exactness import find_exact
 from fimaq.data.demo import demo_calibration, demo_model
 from fimaq.models.prepare import make_exact
 from fimaq.models.products import OpenedModule
-from fimaq.quant.exact import step_of
+from fimaq.quant.exact import exact_layer_norm, step_of
 from fimaq.quant.layers import QuantLinear, activation_quantizers
 
 BITS = ["w3a3", "w8a8"]
@@ -84,3 +84,19 @@ def test_made_exact_a_model_stays_what_it_was() -> None:
     before = model(images)
     make_exact(model, find_exact(model, lambda: model(images[:8])))
     assert (model(images) - before).norm() < 0.05 * before.norm()
+
+
+@torch.no_grad()
+def test_on_the_grid_that_is_found_a_norm_does_not_depend_on_the_order_of_its_channels() -> None:
+    norm, x, order = nn.LayerNorm(192), 3 * torch.randn(64, 192), torch.randperm(192)
+    exact_layer_norm(norm, find_exact(nn.Sequential(norm), lambda: norm(x))["0"])
+    assert torch.equal(norm(x[:, order]), norm(x)[:, order])
+
+
+@torch.no_grad()
+def test_of_a_norm_that_runs_twice_the_coarser_grid_is_taken() -> None:
+    norm, x = nn.LayerNorm(192), torch.randn(64, 192)
+    model = nn.Sequential(norm)
+    small, large = (find_exact(model, lambda size=size: model(size * x))["0"] for size in (1, 8))
+    assert large > small
+    assert find_exact(model, lambda: (model(8 * x), model(x)))["0"] == large

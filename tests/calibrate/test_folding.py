@@ -174,3 +174,22 @@ class ChannelsFirst(nn.Module):
 def test_a_norm_over_channels_first_breaks_nothing():
     model, images, before, _ = _fold(ChannelsFirst().double(), torch.randn(4, 3, 32, 32, dtype=torch.float64))
     torch.testing.assert_close(model(images), before, rtol=1e-9, atol=1e-9)
+
+
+class SeveralReaders(nn.Module):
+    """Queries, keys and values by layers of their own, as many models outside of timm have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 16, 4, 4), nn.LayerNorm(16)
+        self.readers = nn.ModuleList(nn.Linear(16, 5) for _ in range(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norm(self.patches(images).flatten(2).transpose(1, 2))
+        return sum(reader(x).relu() for reader in self.readers).mean(1)
+
+
+def test_a_norm_that_several_layers_read_is_folded_into_all_of_them():
+    model, images, before, names = _fold(SeveralReaders().double(), torch.randn(4, 3, 16, 16, dtype=torch.float64))
+    assert names == {"norm": "folded"}
+    torch.testing.assert_close(model(images), before, rtol=1e-9, atol=1e-9)

@@ -1,6 +1,7 @@
 """A massive channel is divided into columns: nothing changes in full precision, and its range becomes ordinary."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import timm
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fimaq
-from fimaq.calibrate.massive import COLUMNS, divide_massive_channels
+from fimaq.calibrate.massive import COLUMNS, _columns_for, divide_massive_channels
 from fimaq.models.prepare import Structure, apply_structure, prepare_model
 from fimaq.quant.layers import convert_layer
 
@@ -120,3 +121,23 @@ def test_a_structure_is_applied_to_a_fresh_model() -> None:
     layer = fresh.blocks[1].mlp.fc2
     assert layer.in_features == 192 + 16
     torch.testing.assert_close(fresh(images), before)
+
+
+@pytest.mark.parametrize(("massive", "columns"), [(4.1, 17), (16.9, 17), (17.1, 33), (1000.0, 33)])
+def test_a_channel_gets_as_many_columns_as_its_size_asks_for_up_to_a_quarter(massive: float, columns: int) -> None:
+    sizes = torch.ones(SIZE)
+    sizes[5] = massive
+    assert _columns_for(sizes) == {5: columns}
+    sizes[17] = massive  # a quarter of 128 columns for both
+    assert _columns_for(sizes) == {5: 17, 17: 17}
+
+
+def test_a_channel_that_is_massive_in_one_batch_alone_is_divided() -> None:
+    model, images = prepared((5, 20.0))
+
+    def batches() -> Iterator[Tensor]:
+        yield images
+        model.sizes[5] = 1
+        yield images
+
+    assert list(divide_massive_channels(model, batches)["fc"]) == [5]

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fimaq.calibrate import search
-from fimaq.calibrate.ranges import _gram, _softened_norm, recorded_calls, set_ranges
+from fimaq.calibrate import ranges, search
+from fimaq.calibrate.ranges import _gram, _softened_norm, _spread, recorded_calls, set_ranges
 from fimaq.models.prepare import prepare_model
 from fimaq.quant.fake import fake_quantize
 from fimaq.quant.layers import QuantLinear, QuantMatMul, convert_layer
@@ -238,3 +238,37 @@ def test_what_a_layer_sees_is_recorded_once(name: str, noisy_model: Callable[...
     calls = recorded_calls(model, lambda: (model(images), model(images)))
     assert len(calls) == len(structure.layers) + sum(count for count, _ in structure.products.values())
     assert {len(of_one) for of_one in calls.values()} == {2}
+
+
+def test_a_weight_is_searched_on_its_input_as_it_is_quantized(layer_and_input, monkeypatch):
+    layer, x = layer_and_input
+    layer.input_quantizer.bits = 3
+    given = []
+    monkeypatch.setattr(ranges, "_gram", lambda *arguments: given.append(arguments[1]) or _gram(*arguments))
+    set_ranges(layer, lambda: layer(x), "deploy")
+    assert not torch.equal(given[0], x)
+    assert torch.equal(given[0], _quantized(layer.input_quantizer, x))
+
+
+def test_what_a_search_looks_at_is_drawn_from_all_rows_and_always_the_same():
+    rows = torch.arange(10_000.0)[:, None]
+    drawn = _spread(rows, 1000)
+    assert torch.equal(drawn, _spread(rows, 1000))
+    assert (drawn.diff(dim=0) > 0).all()
+    assert len(drawn) == 1000
+    assert 4500 < drawn.mean() < 5500
+    assert 0.4 < (drawn % 2).mean() < 0.6
+    assert torch.equal(_spread(rows[:1000], 1000), rows[:1000])
+
+
+def test_a_token_of_values_counts_as_much_as_it_is_attended_to():
+    """Token 0 is small in the one image that reads it, and large in all others."""
+    weights, values = torch.zeros(4, 1, 3, 3), torch.randn(4, 1, 3, 8)
+    weights[0, ..., 0] = 1
+    weights[1:, ..., 1] = 1
+    values[0, :, 0] *= 0.2
+    values[1:, :, 0] *= 2
+    product = QuantMatMul(4)
+    set_ranges(product, lambda: product(weights, values), "released")
+    small, usual, _ = product.right_quantizer.scale.flatten()
+    assert small < 0.5 * usual

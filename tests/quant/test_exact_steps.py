@@ -93,3 +93,11 @@ def test_gradients_pass_as_if_nothing_were_rounded() -> None:
     on_grid(x, offset_for(0.5)).square().sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * on_grid(x.detach(), offset_for(0.5)))
+
+
+def test_tokens_of_next_to_nothing_are_normalised_as_a_layer_norm_does() -> None:
+    """Their variance, 1e-6, is below what a LayerNorm adds to it."""
+    x, layer = 1e-3 * tokens(), norm()
+    exact_layer_norm(layer, offset_for(2e-3 * (WIDTH / 2**24) ** 0.5))
+    reference = F.layer_norm(x.double(), (WIDTH,), norm().weight.double(), norm().bias.double(), layer.eps)
+    assert (layer(x) - reference).norm() / reference.norm() < 2e-3

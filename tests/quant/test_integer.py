@@ -75,3 +75,17 @@ def test_sums_that_could_leave_the_whole_numbers_of_float32_are_taken_in_float64
     assert exact_type(258, 255, 255) == torch.float32
     assert exact_type(259, 255, 255) == torch.float64
     assert 258 * 255 * 255 < 2**24 < 259 * 255 * 255
+
+
+@torch.no_grad()
+def test_all_terms_of_a_window_count() -> None:
+    """A patch has 3 * 16 * 16 terms, each up to 255 * 255: more than float32 adds up exactly."""
+    layer = nn.Conv2d(3, 1, 16, 16)
+    convert_layer(layer, 8, 8)
+    layer.weight_quantizer.set_range(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    layer.set_codes(torch.full_like(layer.weight, 255))
+    layer.bias.zero_()
+    x = torch.full((1, 3, 16, 16), 255.0)
+    x[0, 0, 0, 0] = 254
+    assert layer.steps(x)[0].dtype == torch.float64
+    assert layer(x).item() == torch.tensor(255.0 * (768 * 255 - 1)).item()

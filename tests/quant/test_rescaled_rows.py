@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fimaq.calibrate.ranges import set_ranges
+from fimaq.quant.fake import fake_quantize
 from fimaq.quant.layers import QuantMatMul, largest_of_rows
 from fimaq.quant.quantizers import ActivationQuantizer
 
@@ -104,3 +105,37 @@ def test_the_scale_of_a_rescaled_softmax_learns(operands):
     (found(*operands) - exact).square().sum().backward()
     assert scale.grad is not None
     assert scale.grad.abs() > 0
+
+
+def test_the_range_of_a_softmax_is_that_of_its_rescaled_rows(operands):
+    """Of flat rows alone: none of their elements is above 0.1 before each is divided by its largest."""
+    flat = (0.3 * torch.randn(4, 2, 64, 64)).softmax(-1)
+    assert flat.max() < 0.1
+    quantizer = product(4, (flat, operands[1]), True).left_quantizer
+    assert 0.6 < quantizer.scale * quantizer.levels < 1.4
+
+
+@torch.no_grad()
+def test_ranges_around_a_rescaled_softmax_minimise_the_relative_error_of_the_output(operands):
+    """Tokens of values differ in size, and so do outputs, which the next LayerNorm makes equal."""
+    left, right = operands[0], operands[1] * torch.exp(torch.randn(4, 2, 64, 1))
+    exact = left @ right
+    size = exact.norm(dim=-1, keepdim=True)
+    size = size + 0.3 * size.median()
+    largest = largest_of_rows(left)
+
+    def error_of_left(scale: Tensor, zero_point: Tensor) -> Tensor:
+        rounded = fake_quantize(left / largest, scale, zero_point, 7) * largest
+        return ((rounded @ right - exact) / size).square().sum()
+
+    def error_of_right(scale: Tensor, zero_point: Tensor) -> Tensor:
+        return ((left @ fake_quantize(right, scale, zero_point, 7) - exact) / size).square().sum()
+
+    found = product(3, (left, right), True)
+    one, two = found.left_quantizer, found.right_quantizer
+    zeros = [torch.tensor(float(zero)) for zero in range(8)]
+    best = min(error_of_left(s, zeros[0]) for s in torch.linspace(0.03, 0.3, 60))
+    assert error_of_left(one.scale, one.zero_point) <= 1.05 * best
+    widest = (right.max() - right.min()) / 7
+    best = min(error_of_right(widest * s, z) for s in torch.linspace(0.1, 1.2, 60) for z in zeros[2:6])
+    assert error_of_right(two.scale, two.zero_point) <= 1.05 * best

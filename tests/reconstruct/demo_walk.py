@@ -1,5 +1,6 @@
 """What tests of reconstruction start from: units of the demo model with searched ranges, and a single Linear."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ def walk(config: Config) -> Reconstruction:
     chain = UnitChain(model, structure, images[:2])
     fold_layer_norms(model, images[:2], lambda: iter([images[:16]]))
     return Reconstruction(chain, images, config, ActivationCache(COUNT, device))
+
+
+def first_block(config: Config, report: Callable[[int, float], None] = lambda *_: None) -> tuple[Any, Any]:
+    """Reconstruct the patch embedding and the first block; the walk and the verdict on the block."""
+    reconstruction = walk(config)
+    reconstruction.reconstruct(0, lambda *_: None)
+    reconstruction.advance(0)
+    return reconstruction, reconstruction.reconstruct(BLOCK, report)
 
 
 def demo_step(index: int = BLOCK, **settings: Any) -> ReconstructionStep:

@@ -261,3 +261,23 @@ def test_what_is_collected_later_arrives_in_the_same_tensors(method: str, averag
     deltas = torch.randn(8, SIZE)
     fresh = fisher_loss(method, averages, count)
     assert torch.equal(torch.func.functional_call(fresh, held, (deltas, deltas)), loss(deltas, deltas))
+
+
+def test_signed_dplr_mixes_the_low_rank_and_the_diagonal_of_all_that_was_collected() -> None:
+    gradients, perturbations = rows("signed", 3)
+    perturbations /= perturbations.norm(dim=1, keepdim=True)  # all rows of the diagonal's fit count the same
+    first, deltas = torch.randn(8, SIZE), torch.randn(8, SIZE)
+    loss = fisher_loss("fima-q", "signed", 3, alpha=0.3)
+    for gradient, perturbation in zip(gradients, perturbations, strict=True):
+        loss.collect(gradient, perturbation, first)
+    G, P = gradients.double().numpy(), perturbations.double().numpy()
+    fisher = G.T @ np.linalg.pinv(P.T)
+    diagonal = np.maximum((G * P).sum(0) / (P * P).sum(0), 0)
+
+    def terms(values: Tensor) -> tuple[float, float]:
+        d = values.double().numpy()
+        return np.mean(np.abs(np.sum((d @ fisher) * d, 1))), np.mean(d**2 @ diagonal)
+
+    (low_rank, diagonals), (first_low_rank, first_diagonals) = terms(deltas), terms(first)
+    expected = 0.3 * low_rank / first_low_rank + 0.7 * diagonals / first_diagonals
+    assert loss(deltas, deltas).item() == pytest.approx(expected, rel=1e-3)

@@ -1,35 +1,27 @@
 """Reconstruction of single units of the demo model: schedules, integer weights, and that it helps."""
 
 import math
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from demo_walk import BLOCK, COUNT, configured, demo_step, linear_step, module_step, run, same, walk
+from demo_walk import BLOCK, COUNT, configured, demo_step, first_block, linear_step, module_step, run, same
 from torch import Tensor, nn
 
-from fimaq.config import Config
 from fimaq.quant.layers import activation_quantizers, quantized_layers
 from fimaq.quant.masks import mask_size
+from fimaq.quant.quantizers import rounding_indecision
 from fimaq.reconstruct import algorithm
 from fimaq.reconstruct import step as step_module
+from fimaq.reconstruct.objectives import MeanSquaredError
 from fimaq.reconstruct.step import ORDERED, ReconstructionStep, _adam, _order, _part
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def first_block(config: Config, report: Callable[[int, float], None] = lambda *_: None) -> tuple[Any, Any]:
-    """Reconstruct the patch embedding and the first block; the walk and the verdict on the block."""
-    reconstruction = walk(config)
-    reconstruction.reconstruct(0, lambda *_: None)
-    reconstruction.advance(0)
-    return reconstruction, reconstruction.reconstruct(BLOCK, report)
 
 
 def test_the_rounding_penalty_does_nothing_before_the_warm_up_ends() -> None:
@@ -354,3 +346,87 @@ def test_parts_of_a_batch_add_up_to_the_whole(parts: int) -> None:
     assert not same(whole, run(demo_step(scale_lr=1e-2), 3))
     for one, other in zip(whole, summed, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_the_rounding_penalty_sharpens_into_decisions_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exponent falls from 20, which few weights feel, to 2: only then are all driven to 0 or 1."""
+    exponents: list[float] = []
+
+    def recorded(rounding: Tensor, exponent: Tensor) -> Tensor:
+        exponents.append(exponent.item())
+        return rounding_indecision(rounding, exponent)
+
+    monkeypatch.setattr(step_module, "rounding_indecision", recorded)
+    run(linear_step(warmup=0.2), 10)
+    assert exponents == pytest.approx([20 - 18 * max(0.0, i / 10 - 0.2) / 0.8 for i in range(10)], abs=1e-4)
+
+
+def with_errors_before() -> ReconstructionStep:
+    """A step behind units whose quantization is far off: its raw inputs are ones, its quantized ones zeros."""
+    step = linear_step(drop_probability=0.25)
+    step.cache.stored("raw inputs")[0].fill_(1)
+    step.cache.stored("quantized inputs")[0].fill_(0)
+    return step
+
+
+def test_inputs_and_activations_are_left_unquantized_with_the_probability_of_dropping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = with_errors_before()
+    seen: list[Tensor] = []
+    given = step.unit.with_tensors
+
+    def recorded(tensors: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        seen.append(inputs[0])
+        return given(tensors, inputs)
+
+    monkeypatch.setattr(step.unit, "with_tensors", recorded)
+    drawn: list[Tensor] = []
+    for _ in range(20):
+        run(step, 1)
+        drawn.append(step.tensors["mask 1"].clone())
+    assert torch.stack(seen).mean().item() == pytest.approx(0.25, abs=0.02)
+    assert torch.stack(drawn).double().mean().item() == pytest.approx(0.25, abs=0.02)
+
+
+def test_another_seed_drops_others() -> None:
+    masks = []
+    for seed in (0, 1):
+        drawn = linear_step(drop_probability=0.5)
+        torch.manual_seed(seed)
+        step = ReconstructionStep(drawn.unit, drawn.objective, drawn.config, drawn.cache)
+        run(step, 1)
+        masks.append(step.bits.clone())
+    assert 0.4 < (masks[0] == masks[1]).double().mean() < 0.6
+
+
+def test_the_objective_is_given_errors_and_full_precision_outputs_and_its_loss_is_told() -> None:
+    given: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    class RecordedError(MeanSquaredError):
+        def forward(self, deltas: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+            loss = super().forward(deltas, targets, weights)
+            given.append((deltas.detach(), targets, loss.detach()))
+            return loss
+
+    step = linear_step(drop_probability=0.0, rounding_weight=1.0, warmup=0.0)
+    step.objective = RecordedError(torch.ones(1))
+    images, inputs, outputs = step.order[0], *(step.cache.stored(n)[0] for n in ("quantized inputs", "outputs"))
+    with torch.no_grad():
+        quantized = step.unit([inputs[images]])[0].flatten(1)
+    run(step, 1)
+    ((deltas, targets, loss),) = given
+    expected = outputs[images].flatten(1)
+    assert torch.equal(targets, expected)
+    # Soft weights are the real ones at first, so that errors are those of activations alone.
+    assert deltas.abs().max() > 0
+    assert (deltas + targets - quantized).abs().mean() < quantized.abs().mean()
+    assert step.loss == loss.item() == pytest.approx(deltas.square().mean().item(), rel=1e-5)
+
+
+def test_scales_stay_above_a_hundredth_of_what_range_search_found() -> None:
+    step = demo_step(scale_lr=10.0, drop_probability=0.0)
+    _, scales = run(step, 5)
+    floor = step.tensors["searched"] / 100
+    assert (scales >= floor).all()
+    assert (scales == floor).any()
