@@ -92,6 +92,8 @@ def quantize(
     settings.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile was given
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{model!r} is not a model: give an nn.Module, such as timm.create_model(...) makes")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("a TorchScript model has no Python modules to quantize; give the model it was made from")
     check_settings(settings)

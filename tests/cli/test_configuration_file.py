@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from command_line import ARGUMENTS, MODEL, World, assert_refused, fimaq
 
+from fimaq.cli.values import build_config
+from fimaq.errors import InputError
+
 
 def test_flags_win_over_the_configuration_file(world: World, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
@@ -69,3 +72,8 @@ def test_a_bad_configuration_file_is_refused(world: World, tmp_path: Path, conte
     outcome = fimaq(*world.quantize(tmp_path / "run", "--config", tmp_path / "run.yaml", data=None))
     assert_refused(outcome)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_detector_without_its_task_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="mask_rcnn_swin_t is a detector: add --task detection"):
+        build_config({"model": "mask_rcnn_swin_t"}, None, tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from command_line import World, fimaq, truncate
 
+from fimaq.cli.bench import _times
 from fimaq.export import deliver
 
 
@@ -154,3 +155,7 @@ def test_images_that_moved_are_asked_for(exported: Path, tmp_path: Path) -> None
     done = fimaq("export", run)
     assert done.code == 2
     assert "give --calib or --verify DIR" in done.err
+
+
+def test_what_is_not_faster_is_called_slower() -> None:
+    assert [_times(ratio, "faster", "slower") for ratio in (2.0, 0.5)] == ["2.00x faster", "2.00x slower"]

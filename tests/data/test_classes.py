@@ -36,6 +36,13 @@ def test_wnids_of_a_ten_class_model_are_ranked_only_when_all_are_there():
         map_classes(folders, 10)
 
 
+def test_one_folder_that_was_renamed_is_named():
+    with pytest.raises(
+        InputError, match=r"2 of 3 class folders have ImageNet names .* and tench has none.*--class-map"
+    ):
+        map_classes(["n03888257", "n02102040", "tench"], 3)
+
+
 def test_integer_names_are_class_indices():
     assert map_classes(["3", "07"], 10).indices == {"3": 3, "07": 7}
 

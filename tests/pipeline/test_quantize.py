@@ -9,6 +9,7 @@ from demo_runs import SETTINGS, TINY, UNITS, equal, logits, quantize, tensors, t
 from torch.utils.data import DataLoader, TensorDataset
 
 import fimaq
+from fimaq.accuracy import fidelity
 from fimaq.config import METHODS
 from fimaq.data.demo import demo_calibration, demo_model
 from fimaq.errors import InputError
@@ -173,3 +174,21 @@ def test_the_record_of_a_unit_says_how_far_its_scales_moved() -> None:
     assert changes["proj.input_quantizer"] != 0
     assert len(learned.metrics["units"][1]["scale_changes"]) == 8
     assert searched.metrics["units"][0]["scale_changes"] == {}
+
+
+def test_a_name_instead_of_a_model_is_refused_with_what_to_do():
+    with pytest.raises(InputError, match=r"'vit_tiny_patch16_224' is not a model: .*timm\.create_model"):
+        fimaq.quantize("vit_tiny_patch16_224", torch.randn(2, 3, 32, 32))
+
+
+def test_fidelity_is_the_divergence_from_full_precision_and_the_share_of_equal_choices():
+    teacher = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0], [1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
+    student = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 1.0]])
+    p, q = teacher.double().softmax(-1), student.double().softmax(-1)
+    expected = (p * (p / q).log()).sum(-1).mean()
+    backwards = (q * (q / p).log()).sum(-1).mean()
+    batches = ((torch.arange(4)[rows], teacher[rows]) for rows in (slice(3), slice(3, None)))
+    found = fidelity(lambda rows: student[rows], batches)
+    assert found["agreement"] == 75
+    assert found["kl_divergence"] == pytest.approx(expected.item(), rel=1e-5)
+    assert abs(backwards - expected) > 0.1 * expected

@@ -43,11 +43,17 @@ def _print_table(result: dict[str, Any]) -> None:
             for name in ("full_precision", "quantized"):
                 low, high = row[name]["quartiles_ms"]
                 cells.append(f"{row[name]['median_ms']:.1f} ms ({low:.1f} to {high:.1f})")
-            table.add_row(f"  batch {row['batch']}", *cells, f"{row['speedup']:.2f}x faster")
+            table.add_row(f"  batch {row['batch']}", *cells, _times(row["speedup"], "faster", "slower"))
         for name, key in (("  file", "bytes"), ("  peak memory, batch 16", "peak_memory_bytes")):
             if found[key]:
                 full, quantized = (found[key][which] / 1e6 for which in ("full_precision", "quantized"))
-                table.add_row(name, f"{full:.1f} MB", f"{quantized:.1f} MB", f"{full / quantized:.2f}x smaller")
+                table.add_row(
+                    name, f"{full:.1f} MB", f"{quantized:.1f} MB", _times(full / quantized, "smaller", "larger")
+                )
     console = Console(highlight=False)
     console.print(table)
     console.print(f"{result['threads']} threads; median and quartiles")
+
+
+def _times(ratio: float, more: str, less: str) -> str:
+    return f"{ratio:.2f}x {more}" if ratio >= 1 else f"{1 / ratio:.2f}x {less}"

@@ -113,6 +113,9 @@ def evaluate_run(
 
 def store_accuracy(directory: Any, accuracy: dict[str, Any], progress: Any) -> None:
     """Put it into the run's metrics. Where they cannot be written, what was measured is shown all the same."""
+    before = directory.read_accuracy().get("images")
+    if before is not None and before != accuracy["images"]:
+        progress.note(f"this replaces the run's accuracy on {before} images")
     try:
         directory.update_metrics({"accuracy": accuracy})
     except FimaqError as error:
@@ -121,11 +124,20 @@ def store_accuracy(directory: Any, accuracy: dict[str, Any], progress: Any) -> N
 
 def full_precision(config: dict[str, Any], weights: Path | None, progress: Any) -> Any:
     """The original model, when its weights can still be had and are the ones the run was made from."""
+    import timm
+
     from fimaq.data.inputs import tensor_fingerprint
     from fimaq.models.build import build_model
 
     described, given = config["model"], config["given"]
     path = weights or (Path(str(given["weights"])) if given.get("weights") else None)
+    not_pretrained = (
+        "full precision is left out: the run was not made from timm's pretrained weights; give --weights FILE"
+    )
+    published = timm.get_pretrained_cfg(described["name"]) if path is None else None
+    if published is not None and published.num_classes != described["num_classes"]:
+        progress.note(not_pretrained)  # without asking the network for weights of another head
+        return None
     try:
         model = build_model(described["name"], path, described["num_classes"], described["args"])
     except InputError as error:
@@ -137,9 +149,7 @@ def full_precision(config: dict[str, Any], weights: Path | None, progress: Any) 
         return model
     if path is not None:
         raise InputError(f"the full-precision weights ({path}) are not those the run was made from")
-    progress.note(
-        "full precision is left out: the run was not made from timm's pretrained weights; give --weights FILE"
-    )
+    progress.note(not_pretrained)
     return None
 
 

@@ -196,18 +196,22 @@ def _print_summary(out: Path, metrics: dict[str, Any], decision: str) -> None:
     from rich.console import Console
 
     say = Console(highlight=False, soft_wrap=True, markup=False).print
-    if "accuracy" in metrics:
-        accuracy = metrics["accuracy"]
+    accuracy, fidelity = metrics.get("accuracy", {}), metrics["fidelity"]
+    if "full_precision" in accuracy:
         full, quantized = accuracy["full_precision"], accuracy["quantized"]
         say(
             f"top-1 {quantized['top1']:.2f} % (full precision {full['top1']:.2f} %), "
             f"top-5 {quantized['top5']:.2f} % ({full['top5']:.2f} %), on {accuracy['images']} images"
         )
-    fidelity = metrics["fidelity"]
-    say(
-        f"KL to full precision {fidelity['kl_divergence']:.4f}, same {decision} in {fidelity['agreement']:.1f} % "
-        "on the calibration images"
-    )
+        say(
+            f"KL to full precision {accuracy['kl_divergence']:.4f}, same top-1 in {accuracy['agreement']:.1f} % "
+            "of these images"
+        )
+    else:
+        say(
+            f"KL to full precision {fidelity['kl_divergence']:.4f}, same {decision} in "
+            f"{fidelity['agreement']:.1f} % on the calibration images, which it was fitted to: expect less on others"
+        )
     if "size" in metrics:
         size = metrics["size"]
         say(f"{size['quantized_bytes'] / 1e6:.2f} MB, full precision {size['full_precision_bytes'] / 1e6:.2f} MB")

@@ -6,6 +6,7 @@ from typing import Any
 from fimaq.cli.detection import USUAL, detection_folders
 from fimaq.config import Config, read_config_file
 from fimaq.data.classes import data_folders
+from fimaq.detection.build import DETECTORS
 from fimaq.errors import InputError
 
 
@@ -38,6 +39,8 @@ def build_config(flags: dict[str, Any], config_file: Path | None, data: Path | N
     stored = values.pop("data", None)
     given = {key: value for key, value in flags.items() if value is not None}
     task = given.get("task", values.get("task"))
+    if task != "detection" and given.get("model") in DETECTORS:
+        raise InputError(f"{given['model']} is a detector: add --task detection")
     usual = USUAL if task == "detection" else {}
     values = {
         **usual,

@@ -71,6 +71,7 @@ def run_suite(suite: Suite, cells: Sequence[Cell], out: Path, work: Work, progre
     A cell that fails is recorded and the rest goes on. An interruption passes through; running again resumes.
     """
     _check_folder(out, suite)
+    _check_settings(out, cells)
     try:
         (out / RUNS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,6 +117,23 @@ def one_by_one(run: RunCell) -> Work:
             yield run_cell(one, run, Numbered(progress, f"cell {one.number}/{one.of}"))
 
     return work
+
+
+def _check_settings(out: Path, cells: Sequence[Cell]) -> None:
+    """Refuse a folder whose finished cells have other settings: its tables would be lost."""
+    for cell in cells:
+        try:
+            stored = RunDirectory.open_existing(out / RUNS / cell.name).config.get("settings", {})
+        except InputError:
+            continue
+        asked = cell.config.resolved()
+        left_open = {"precision"} if cell.config.precision is None else set()
+        for key in sorted((stored.keys() & asked.keys()) - set(GIVEN_FREELY) - left_open):
+            if _comparable(stored[key], key) != _comparable(asked[key], key):
+                raise InputError(
+                    f"{out} holds cells of other settings: {cell.name} has {key} {stored[key]}, and {asked[key]} "
+                    "was asked for; give another --out"
+                )
 
 
 def stored_metrics(path: Path, config: Config) -> dict[str, Any] | None:

@@ -171,7 +171,14 @@ def _by_integers(folders: Sequence[str], num_classes: int) -> ClassMapping | Non
 
 
 def _by_rank(folders: Sequence[str], num_classes: int) -> ClassMapping:
-    """Rank says which class a folder is only where none is missing."""
+    """Rank says which class a folder is only where none is missing, and none was renamed."""
+    synsets = [folder for folder in folders if are_synsets([folder])]
+    if 0 < len(synsets) < len(folders):
+        other = next(folder for folder in folders if folder not in synsets)
+        raise InputError(
+            f"{len(synsets)} of {len(folders)} class folders have ImageNet names such as {synsets[0]}, and "
+            f"{other} has none, so that its place among them says nothing: {CLASS_MAP_HELP}"
+        )
     if len(folders) == num_classes:
         indices = {folder: index for index, folder in enumerate(sorted(folders))}
         return ClassMapping(indices, f"all {num_classes} folders in sorted order")

@@ -120,7 +120,7 @@ def _fidelity(material: Material) -> list[Any]:
         rows.append(("mean KL divergence", significant(kl), "–"))
     if not rows:
         return [tag("p", "metrics.json says nothing about the calibration images.")]
-    title = f"Quantized against full precision, {count:,} calibration images (no labels)"
+    title = f"Quantized against full precision, {count:,} calibration images, which it was fitted to (no labels)"
     return [table(("the two models", "", "95 % interval"), rows, title)]
 
 
