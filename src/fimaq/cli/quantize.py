@@ -210,7 +210,7 @@ def _print_summary(out: Path, metrics: dict[str, Any], decision: str) -> None:
     else:
         say(
             f"KL to full precision {fidelity['kl_divergence']:.4f}, same {decision} in "
-            f"{fidelity['agreement']:.1f} % on the calibration images, which it was fitted to: expect less on others"
+            f"{fidelity['agreement']:.1f} % on the calibration images, which it was fitted to: others say more"
         )
     if "size" in metrics:
         size = metrics["size"]
