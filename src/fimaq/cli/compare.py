@@ -58,7 +58,7 @@ def compare(
     from fimaq.compare.ray_tasks import RayUse, on_ray, require_ray
     from fimaq.compare.runner import one_by_one, run_suite
     from fimaq.compare.suite import expand, read_suite
-    from fimaq.errors import FimaqError, InputError
+    from fimaq.errors import FimaqError
     from fimaq.progress import for_terminal
 
     given = {name: value for name, value in locals().items() if name in Config.model_fields and value is not None}
@@ -72,13 +72,9 @@ def compare(
         weights_dir=weights_dir,
     )
     with_ray = ray or ray_address is not None
+    _check_spread(with_ray, at_once, per_gpu, cpus_per_cell)
     if with_ray:
-        if at_once > 1:
-            raise InputError(f"--at-once {at_once} is for runs without Ray, which spreads cells by itself")
         require_ray(ray_address)
-    for flag, value in {"--per-gpu": per_gpu, "--cpus-per-cell": cpus_per_cell}.items():
-        if value > 1 and not with_ray:
-            raise InputError(f"{flag} {value} is for runs with Ray: add --ray or --ray-address, or leave it out")
     check_name(out)
     _check_cells([cell.config for cell in cells], with_ray)
     if with_ray:
@@ -106,6 +102,17 @@ def _run(config: Config, out: Path, resume: bool, progress: Any) -> dict[str, An
     if config.task == "detection":
         return run_detection(config, out, resume, progress)
     return run_classification(config, out, resume, progress, ALONE)
+
+
+def _check_spread(with_ray: bool, at_once: int, per_gpu: int, cpus_per_cell: int) -> None:
+    """Refuse options that would be ignored with Ray, or without."""
+    from fimaq.errors import InputError
+
+    if with_ray and at_once > 1:
+        raise InputError(f"--at-once {at_once} is for runs without Ray, which spreads cells by itself")
+    for flag, value in {"--per-gpu": per_gpu, "--cpus-per-cell": cpus_per_cell}.items():
+        if value > 1 and not with_ray:
+            raise InputError(f"{flag} {value} is for runs with Ray: add --ray or --ray-address, or leave it out")
 
 
 def _check_cells(configs: Sequence[Config], with_ray: bool) -> None:

@@ -119,6 +119,14 @@ def one_by_one(run: RunCell) -> Work:
     return work
 
 
+def _asked(config: Config) -> dict[str, Any]:
+    """What a finished run of this configuration has stored."""
+    free = {*GIVEN_FREELY}
+    if config.precision is None:  # left to the machine, which may not be this one
+        free.add("precision")
+    return {key: value for key, value in config.resolved().items() if key not in free}
+
+
 def _check_settings(out: Path, cells: Sequence[Cell]) -> None:
     """Refuse a folder whose finished cells have other settings: its tables would be lost."""
     for cell in cells:
@@ -126,9 +134,8 @@ def _check_settings(out: Path, cells: Sequence[Cell]) -> None:
             stored = RunDirectory.open_existing(out / RUNS / cell.name).config.get("settings", {})
         except InputError:
             continue
-        asked = cell.config.resolved()
-        left_open = {"precision"} if cell.config.precision is None else set()
-        for key in sorted((stored.keys() & asked.keys()) - set(GIVEN_FREELY) - left_open):
+        asked = _asked(cell.config)
+        for key in sorted(stored.keys() & asked.keys()):
             if _comparable(stored[key], key) != _comparable(asked[key], key):
                 raise InputError(
                     f"{out} holds cells of other settings: {cell.name} has {key} {stored[key]}, and {asked[key]} "
@@ -147,17 +154,15 @@ def stored_metrics(path: Path, config: Config) -> dict[str, Any] | None:
         measures_of(metrics)
     except InputError:
         return None
-    known = config.resolved()
-    if config.precision is None:  # left to the machine, which may not be this one
-        del known["precision"]
+    asked = _asked(config)
     sections = directory.config
     model = sections.get("model", {})
     kept = {**sections.get("settings", {}), **sections.get("given", {})}
     kept |= {"model": model.get("name"), "model_args": model.get("args")}
     if config.num_classes is not None:
         kept["num_classes"] = model.get("num_classes")
-    compared = [key for key in known if key not in GIVEN_FREELY and (key != "num_classes" or key in kept)]
-    same = all(key in kept and _comparable(kept[key], key) == _comparable(known[key], key) for key in compared)
+    compared = [key for key in asked if key != "num_classes" or key in kept]
+    same = all(key in kept and _comparable(kept[key], key) == _comparable(asked[key], key) for key in compared)
     # `evaluate` and `report`, which may take other images, also store how they preprocessed them.
     accuracy: Any = metrics.get("accuracy")
     evaluated = config.val is None or (bool(accuracy) and "preprocessing" not in accuracy)

@@ -183,9 +183,10 @@ def _is_over_last(input: Tensor, dim: int | None = None, *options: Any, **others
 
 def multiplied_activations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
     """The operands of a product of two activations; nothing where `func` is something else."""
-    named = {"input", "other", "mat2"} & (kwargs or {}).keys()
-    operands = (*args, *((kwargs or {})[name] for name in sorted(named)))  # in the order of their places
-    is_product = func in MATMULS and len(operands) == 2 and len(named) == len(kwargs or {})
+    kwargs = kwargs or {}
+    named = {"input", "other", "mat2"} & kwargs.keys()
+    operands = (*args, *(kwargs[name] for name in sorted(named)))  # in the order of their places
+    is_product = func in MATMULS and len(operands) == 2 and len(named) == len(kwargs)
     return operands if is_product and not any(isinstance(o, nn.Parameter) for o in operands) else ()
 
 
