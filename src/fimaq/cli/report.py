@@ -204,5 +204,5 @@ def _measure_units(
         material.missing = "the full-precision weights cannot be had; give --weights FILE"
         return
     images = images_for(config, folder, count, progress)
-    material.images_from = f"{'images' if calib else 'calibration images'} from {folder}"
+    material.images_from = f"calibration images from {folder}"
     measure(material, original, load(material.path, device=str(device)), images, device, progress)
