@@ -51,7 +51,8 @@ def main() -> None:
         progress = Lines() if options.verbose else None
         images = calibration[: settings.pop("images", None)]
         kept = {"out": options.runs / run.replace(" ", "-"), "resume": True} if options.runs else {}
-        result = fimaq.quantize(model, images, progress=progress, **kept, **settings)
+        made = {} if options.crop_pct is None else {"preprocessing": {"crop_pct": options.crop_pct}}
+        result = fimaq.quantize(model, images, progress=progress, **made, **kept, **settings)
         seconds = time.monotonic() - start
         shortest = min(seconds, shortest or seconds)
         row = {

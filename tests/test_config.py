@@ -52,6 +52,11 @@ def test_a_batch_larger_than_the_calibration_set_is_refused():
         Config.create(batch_size=64, calib_size=16)
 
 
+@pytest.mark.parametrize(("given", "batch"), [({"calib_size": 5}, 5), ({"calib_size": 100}, 32), ({}, 32)])
+def test_few_images_are_one_batch_where_none_was_asked_for(given, batch):
+    assert Config.create(**given).batch_size == batch
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("4GiB", 2**32), ("0.5 gib", 2**29), ("800MB", 8 * 10**8), ("2g", 2 * 10**9), ("4096", 4096), (4096, 4096)],
@@ -61,7 +66,7 @@ def test_an_amount_of_memory_is_read(text, size):
     assert Config.create(host_budget=text).host_budget == size
 
 
-@pytest.mark.parametrize("text", ["much", "4 apples", "GiB", "-1GiB", "1.2.3GB", "0", 0])
+@pytest.mark.parametrize("text", ["much", "4 apples", "GiB", "-1GiB", "1.2.3GB", "0", 0, "4", 4])
 def test_an_impossible_amount_of_memory_is_refused(text):
     with pytest.raises(InputError, match=r"^memory_budget: .*"):
         Config.create(memory_budget=text)

@@ -42,7 +42,7 @@ def check_learnable(chain: UnitChain, example: Tensor, config: Config) -> None:
 COMMAND_ONLY = {
     "weights": "load them into the model",
     "calib": "give its images",
-    "crop_pct": "give images cropped so, and say it again to `fimaq evaluate --crop-pct`",
+    "crop_pct": "give images cropped so, and say preprocessing={'crop_pct': ...}",
     "val": "see `fimaq evaluate`",
     "val_size": "see `fimaq evaluate --val-size`",
     "class_map": "see `fimaq evaluate --class-map`",

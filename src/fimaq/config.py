@@ -27,6 +27,8 @@ their time on reconstruction."""
 LARGEST_LR_FACTOR = 50.0
 COMPILED_FROM = 1000
 LARGEST_IMAGE = 2**15
+LEAST_BUDGET = 1000
+"""Bytes that somebody can have meant who typed a budget; less is a number without its unit."""
 MOST_CONTENT = 1_000_000
 """Values and characters in a configuration file, after its aliases were followed."""
 
@@ -97,16 +99,25 @@ class Config(BaseModel):
     seed: int = Field(0, ge=0, lt=2**31)
     tensorboard: bool = Field(False, description="write curves for TensorBoard into the run directory")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_images_are_one_batch(cls, values: Any) -> Any:
+        """A batch that was not asked for is no reason to refuse a small calibration set."""
+        few = values.get("calib_size")
+        if "batch_size" in values or type(few) is not int or few < 1:
+            return values
+        return {**values, "batch_size": min(few, cls.model_fields["batch_size"].default)}
+
     @field_validator("memory_budget", "host_budget", mode="before")
     @classmethod
     def _sizes_have_units(cls, value: Any) -> Any:
         if not isinstance(value, str):
-            return value
+            return _plausible(value, value)
         match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", value.strip().lower())
         if match is None:
             raise ValueError(f"{value!r} is not an amount of memory, such as 4GiB or 800MB")
         number, prefix, binary = match.groups()
-        return int(float(number) * (1024 if binary else 1000) ** ["", *"kmgt"].index(prefix))
+        return _plausible(int(float(number) * (1024 if binary else 1000) ** ["", *"kmgt"].index(prefix)), number)
 
     @field_validator("bits")
     @classmethod
@@ -213,6 +224,13 @@ class Config(BaseModel):
             return cls(**values)
         except ValidationError as error:
             raise InputError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _plausible(size: Any, number: Any) -> Any:
+    """A number of bytes as it is, unless its unit must have been forgotten."""
+    if isinstance(size, int | float) and 0 < size < LEAST_BUDGET:
+        raise ValueError(f"{number} are {size} bytes: name the unit, as in {number}GiB")
+    return size
 
 
 def _explain(item: Any) -> str:

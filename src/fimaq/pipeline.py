@@ -4,7 +4,7 @@ import contextlib
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from fimaq.checks import check_learnable, check_name, check_ranks, check_setting
 from fimaq.config import Config
 from fimaq.data.detection_image import DetectionPreprocessing
 from fimaq.data.inputs import gather_images, tensor_fingerprint
-from fimaq.data.preprocess import Preprocessing, resolve_preprocessing
+from fimaq.data.preprocess import Preprocessing, stated_preprocessing
 from fimaq.description import SAME, architecture_of, describe
 from fimaq.device import choose_device, numerics, peak_memory, resident_bytes, with_precision
 from fimaq.errors import InputError
@@ -81,6 +81,7 @@ def quantize(
     inplace: bool = False,
     progress: Silent | None = None,
     ranks: Ranks = ALONE,
+    preprocessing: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Run:
     """Quantize `model` with the help of unlabelled `images` (tensor (n, C, H, W), Dataset or DataLoader).
@@ -88,8 +89,11 @@ def quantize(
     `settings` are the fields of `Config`: bits="w4a4", method="fima-q", iters=20000, and so on; those that only
     the command reads are refused. With `out`, the result and everything needed to repeat it are stored there,
     finished units survive a crash, and `resume=True` continues from them. The model given is left untouched unless
-    `inplace`. `ranks`: those of `fimaq.together.joined_ranks`, each of which is given the same model, images and
-    settings.
+    `inplace`.
+
+    `preprocessing` says how the images were made, for whoever evaluates or deploys the run: {"crop_pct": 1.0}, or
+    all that timm's `resolve_model_data_config` gives; what it leaves out is the model's own data config's.
+    `ranks`: those of `fimaq.together.joined_ranks`, each of which is given the same model, images and settings.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile was given
     if not isinstance(model, nn.Module):
@@ -98,12 +102,11 @@ def quantize(
         raise InputError("a TorchScript model has no Python modules to quantize; give the model it was made from")
     check_settings(settings)
     asked = {name: settings[name] for name in ("calib_size",) if name in settings}
-    wanted = Config.create(batch_size=1, **asked).calib_size
+    wanted = Config.create(**asked).calib_size
     gathered = gather_images(images, wanted)
     if "calib_size" in settings and len(gathered) < wanted:
         raise InputError(f"calib_size is {wanted} but only {len(gathered)} images were given")
     settings["calib_size"] = len(gathered)
-    settings.setdefault("batch_size", min(32, len(gathered)))
     config = Config.create(**settings)
     if config.model is None and out is not None:
         name = architecture_of(model, config.model_args, gathered[:1])
@@ -112,7 +115,7 @@ def quantize(
         model if inplace else _copied(model),
         gathered[ranks.rank :: ranks.size],
         config,
-        preprocessing=resolve_preprocessing(model) if gathered.shape[1] == 3 else None,
+        preprocessing=stated_preprocessing(model, gathered, preprocessing),
         fingerprint="" if out is None else tensor_fingerprint([("images", gathered)]),
         out=None if out is None else Path(out),
         resume=resume,

@@ -88,8 +88,12 @@ class TestStarting:
             assert not run.complete
 
     def test_an_empty_folder_is_accepted(self, tmp_path):
+        RunDirectory.check(tmp_path, resume=False)
+        assert not list(tmp_path.iterdir())
         RunDirectory.create(tmp_path, CONFIG, resume=False).close()
         assert (tmp_path / "config.json").is_file()
+        RunDirectory.check(tmp_path, resume=True)
+        RunDirectory.check(tmp_path / "absent", resume=False)
 
     def test_what_a_start_killed_at_once_leaves_is_accepted(self, tmp_path):
         (tmp_path / ".lock").write_text("12345\n")
@@ -306,6 +310,8 @@ class TestFinished:
         before = snapshot(tmp_path)
         with pytest.raises(InputError, match="already holds a finished run; choose another --out or remove it"):
             RunDirectory.create(tmp_path, CONFIG, resume=False)
+        with pytest.raises(InputError, match="already holds a finished run"):
+            RunDirectory.check(tmp_path, resume=False)
         with pytest.raises(InputError, match="other settings"):
             RunDirectory.create(tmp_path, OTHER, resume=True)
         assert snapshot(tmp_path) == before

@@ -14,7 +14,9 @@ from runs import snapshot
 
 def test_a_finished_run_is_refused_and_unchanged(world: World, finished: Path) -> None:
     before = snapshot(finished)
-    assert_refused(fimaq(*world.quantize(finished)), str(finished), "finished")
+    outcome = fimaq(*world.quantize(finished))
+    assert_refused(outcome, str(finished), "finished")
+    assert len(outcome.err.splitlines()) == 1, "a model or images were read first"
     assert snapshot(finished) == before
 
 
@@ -29,7 +31,9 @@ def test_resuming_a_finished_run_keeps_its_model(world: World, finished: Path, t
 
 def test_an_unfinished_run_is_not_restarted_unasked(world: World, unfinished: Path) -> None:
     before = snapshot(unfinished)
-    assert_refused(fimaq(*world.quantize(unfinished)), "--resume")
+    outcome = fimaq(*world.quantize(unfinished))
+    assert_refused(outcome, "--resume")
+    assert len(outcome.err.splitlines()) == 1, "a model or images were read first"
     assert snapshot(unfinished) == before
 
 

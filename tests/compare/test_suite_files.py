@@ -131,6 +131,7 @@ def test_a_data_folder_needs_no_calibration_images_where_others_are_given(tmp_pa
 
 def test_weights_are_found_in_a_folder_by_the_names_of_models(tmp_path: Path) -> None:
     (tmp_path / "deit_tiny_patch16_224.safetensors").touch()
+    (tmp_path / "mine.pth").touch()
     text = """
 models: {other: {model: swin_tiny_patch4_window7_224, weights: mine.pth}}
 grid: {model: [deit_tiny_patch16_224.fb_in1k, other]}
@@ -140,6 +141,11 @@ grid: {model: [deit_tiny_patch16_224.fb_in1k, other]}
     assert named.config.weights == tmp_path / "mine.pth"
     with pytest.raises(InputError, match=r"no weights of a: looked for a\.safetensors"):
         cells_of(tmp_path, "grid: {model: [a]}", weights_dir=tmp_path)
+    (tmp_path / "mine.pth").unlink()
+    with pytest.raises(InputError, match=r"holds no mine\.pth, the weights of other"):
+        cells_of(tmp_path, text, weights_dir=tmp_path)
+    with pytest.raises(InputError, match=r"gone is no folder: --weights-dir"):
+        cells_of(tmp_path, text, weights_dir=tmp_path / "gone")
 
 
 def test_names_that_fall_together_are_told_apart(tmp_path: Path) -> None:

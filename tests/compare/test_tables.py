@@ -176,3 +176,26 @@ def test_a_detector_shows_box_and_mask_precision() -> None:
     cells = [CellResult(name, {"model": name, "method": "rtn"}, measures) for name in ("a", "b")]
     lines = fields(markdown("A title", cells, ["method"], ["model"]), "AP box / AP mask")
     assert lines[2] == ["rtn", "38.7 / 37.8", "38.7 / 37.8"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ([{"top1": 50.0, "images": 400}, {"top1": 90.0, "images": 100}], "of 100 to 400 .*; .* up to 3.0 points"),
+        (
+            [{"top1": 50.0, "images": 400}, {"kl": 0.1}],
+            r"Accuracies: of 400 validation images; .* up to 2\.5 points",
+        ),
+        ([{"ap_box": 40.0, "images": 5000.0}], r"Accuracies: of 5,000 validation images\.$"),
+        ([{"kl": 0.1}], r"less quantized\.$"),
+    ],
+)
+def test_it_says_of_how_many_images_accuracies_are(measured: list[dict[str, float]], said: str) -> None:
+    results = [CellResult(str(n), {"method": str(n), "model": "m"}, each) for n, each in enumerate(measured)]
+    (line,) = [x for x in markdown("t", results, ["method"], ["model"]).splitlines() if x.startswith("Bold:")]
+    assert re.search(said, line)
+
+
+def test_the_number_of_images_is_read_from_a_runs_metrics() -> None:
+    accuracy = {"quantized": {"top1": 50.0}, "images": 400}
+    assert measures_of({"accuracy": accuracy})["images"] == 400

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,12 @@ from torch import nn
 from torchvision.transforms import functional as F
 
 from fimaq.data import Preprocessing, build_transform, resolve_preprocessing
+from fimaq.data.preprocess import stated_preprocessing
 from fimaq.errors import InputError
 
 HALF = (0.5, 0.5, 0.5)
+ZERO, ONE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+SIZES = ((30, 30), (30, 45), (20, 30))
 
 
 def noise_image(width: int, height: int) -> Image.Image:
@@ -69,6 +73,26 @@ def test_the_crop_keeps_the_centre():
     assert torch.equal(transform(image), F.to_tensor(image)[:, 4:36, 4:36])
 
 
+@pytest.mark.parametrize("name", ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"])
+def test_pixels_are_those_of_the_interpolation_named_at_the_height_and_width_named(name):
+    image = noise_image(60, 90)
+    transform = build_transform(Preprocessing((3, 48, 32), ZERO, ONE, name))
+    assert torch.equal(transform(image), F.to_tensor(image.resize((32, 48), Image.Resampling[name.upper()])))
+
+
+def test_crop_modes_squash_cut_or_frame_an_oblong_image():
+    image = noise_image(60, 90)
+    squashed, cut, framed = (
+        build_transform(Preprocessing((3, 30, 30), ZERO, ONE, "bilinear", 1.0, mode))(image)
+        for mode in ("squash", "center", "border")
+    )
+    resized = {size: F.to_tensor(image.resize(size, Image.Resampling.BILINEAR)) for size in SIZES}
+    assert torch.equal(squashed, resized[30, 30])
+    assert torch.equal(cut, resized[30, 45][:, 8:38])
+    assert torch.equal(framed[:, :, 5:25], resized[20, 30])
+    assert len({*framed[:, :, :5].unique().tolist(), *framed[:, :, 25:].unique().tolist()}) == 1
+
+
 def test_any_image_size_becomes_the_input_size():
     transform = build_transform(Preprocessing((3, 32, 32), HALF, HALF, crop_pct=0.9))
     assert transform(noise_image(7, 90)).shape == (3, 32, 32)
@@ -103,3 +127,35 @@ def test_impossible_values_are_named(vit, name, value):
 def test_the_description_is_one_readable_line():
     described = Preprocessing((3, 224, 224), HALF, (0.229, 0.224, 0.225)).describe()
     assert described == "3x224x224, bicubic, crop_pct 1.0, mean (0.5, 0.5, 0.5), std (0.229, 0.224, 0.225)"
+
+
+def test_images_are_said_to_be_the_models_own_but_for_what_is_given(vit):
+    images = torch.rand(2, 3, 224, 224) * 2 - 1
+    own = resolve_preprocessing(vit)
+    assert stated_preprocessing(vit, images, None) == own
+    assert stated_preprocessing(vit, images, {"crop_pct": 1.0}) == replace(own, crop_pct=1.0)
+    assert stated_preprocessing(vit, images, timm.data.resolve_model_data_config(vit)) == own
+    assert stated_preprocessing(vit, images[..., :96, :64], None).input_size == (3, 96, 64)
+
+
+def test_nothing_is_said_of_images_that_are_not_rgb(vit):
+    assert stated_preprocessing(vit, torch.rand(2, 1, 32, 32), None) is None
+    with pytest.raises(InputError, match="only RGB"):
+        stated_preprocessing(vit, torch.rand(2, 1, 32, 32), {"crop_pct": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"croppct": 1.0}, "check croppct"),
+        ({"input_size": (3, 96, 96)}, r"gives images of \(3, 96, 96\), and those given are \(3, 224, 224\)"),
+        ({"mean": ZERO, "std": ONE}, "would lie between -1.00 and 1.00 instead of 0 and 1"),
+        ({"std": (50.0, 50.0, 50.0)}, "would lie between -49.50 and 50.50"),
+        ("imagenet", "give a dictionary"),
+    ],
+)
+def test_what_cannot_have_made_the_images_is_refused(vit, given, said):
+    images = torch.rand(2, 3, 224, 224) * 2 - 1
+    images[0, :, 0, 0], images[1, :, 0, 0] = -1.0, 1.0
+    with pytest.raises(InputError, match=said):
+        stated_preprocessing(vit, images, given)

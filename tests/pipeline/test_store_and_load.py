@@ -100,6 +100,19 @@ def test_a_timm_model_is_built_by_its_name_when_loaded(tmp_path: Path) -> None:
         assert torch.equal(loaded(images), run.model(images))
 
 
+def test_how_images_were_made_is_stored_as_it_was_said(tmp_path: Path) -> None:
+    images = torch.rand(8, 3, 32, 32)
+    made = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "crop_pct": 1.0}
+    settings = {**SETTINGS, "calib_size": 8, "batch_size": 8, "method": "rtn", "model_args": TINY}
+    with pytest.raises(InputError, match="instead of 0 and 1"):
+        fimaq.quantize(timm_model(), images + 9, out=tmp_path / "run", preprocessing=made, **settings)
+    assert list(tmp_path.iterdir()) == []
+    fimaq.quantize(timm_model(), images, out=tmp_path / "run", preprocessing=made, **settings)
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())["preprocessing"]
+    assert stored["input_size"] == [3, 32, 32]
+    assert {name: stored[name] for name in made} == {"mean": [0, 0, 0], "std": [1, 1, 1], "crop_pct": 1.0}
+
+
 def test_a_model_whose_name_builds_something_else_is_not_loaded_by_name(tmp_path: Path) -> None:
     """The number of heads shows in no weight: a twin built by name has the same shapes and other outputs."""
     run, _ = store_by_name(timm_model(num_heads=4), tmp_path / "run")

@@ -157,10 +157,11 @@ def test_a_unit_that_ran_away_and_what_stayed_float_are_noted() -> None:
 
 def test_a_detector_is_given_what_can_be_given() -> None:
     scores = {"bbox": {"AP": 40.5, "AP50": 61.0, "APs": None}, "segm": {"AP": 36.1}}
-    accuracy = {"full_precision": scores, "quantized": scores, "images": 4}
+    accuracy = {"full_precision": scores, "quantized": scores, "images": 4, "unreadable": 2}
     root = written(metrics={"accuracy": accuracy}, task="detection", missing="detectors are not measured yet")
     said = section(root, "accuracy")
     assert "40.5" in said
+    assert "4 images (2 unreadable ones left out)" in said
     assert "object or not" in said
     assert "detectors are not measured yet" in section(root, "layers")
     assert "Detectors cannot be exported yet" in section(root, "size")

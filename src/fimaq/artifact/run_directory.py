@@ -87,6 +87,12 @@ class RunDirectory:
             raise
 
     @classmethod
+    def check(cls, path: Path, resume: bool) -> None:
+        """Refuse a folder that `create` refuses whatever the run's settings are. Nothing is made or changed."""
+        if os.path.exists(path):
+            _continued_config(path, {}, resume, same=())
+
+    @classmethod
     def open_existing(cls, path: Path) -> Self:
         """Open a complete run for reading, without a lock: evaluation and export may run side by side."""
         if not os.path.isfile(path / CONFIG):

@@ -52,7 +52,6 @@ def fisher(
 
     flags = {name: value for name, value in locals().items() if name in Config.model_fields}
     flags["model_args"] = parse_pairs(model_arg, "--model-arg") if model_arg else None
-    flags["batch_size"] = min(Config.model_fields["batch_size"].default, max(1, calib_size))
     settings = build_config(flags, None, data)
     if settings.calib is None:
         raise InputError("no calibration images were given: use --data DIR (with train/ inside) or --calib DIR")

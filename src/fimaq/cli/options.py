@@ -35,7 +35,8 @@ ValSize = Annotated[
     typer.Option(help="Validation images at the end. [default: all; of a classifier on a CPU: 500]"),
 ]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Images in a reconstruction step. [default: 32; detection: 4]")
+    int | None,
+    typer.Option(help="Images in a reconstruction step. [default: 32, or all if they are fewer; detection: 4]"),
 ]
 CropPct = Annotated[float | None, typer.Option(help="Overrides the model's own; 1.0: no crop.")]
 ModelArg = Annotated[

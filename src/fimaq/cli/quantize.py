@@ -94,6 +94,7 @@ def quantize(
 
     Detector: `fimaq quantize mask_rcnn_swin_t --task detection --data coco --weights FILE --out runs/mask-rcnn`
     """
+    from fimaq.artifact.run_directory import RunDirectory
     from fimaq.artifact.scalars import require_tensorboard
     from fimaq.cli.detection import print_average_precision, run_detection
     from fimaq.cli.dry_run import dry_run
@@ -113,6 +114,7 @@ def quantize(
             return
         if settings.tensorboard:
             require_tensorboard()
+        RunDirectory.check(out, resume)  # before images are read
         with for_terminal() if ranks.rank == 0 else Silent() as progress:
             if settings.task == "classification":
                 metrics = run_classification(settings, out, resume, progress, ranks)

@@ -216,7 +216,11 @@ def _model_of(suite: Suite, point: Mapping[str, Any]) -> tuple[str, dict[str, An
 
 def _weights_in(folder: Path, named: Any, model: str, label: str) -> Path:
     """The weights file of a model: the one its settings name, else one called after the model."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder: --weights-dir takes the one that holds the weights files")
     if named is not None:
+        if not (folder / str(named)).is_file():
+            raise InputError(f"{folder} holds no {named}, the weights of {label}")
         return folder / str(named)
     stems = list(dict.fromkeys((model, model.split(".")[0], label)))
     names = [stem + suffix for stem in stems for suffix in WEIGHT_SUFFIXES]

@@ -40,7 +40,10 @@ ACCURACIES = {"top1": ("top1",), "ap_box": ("bbox", "AP"), "ap_mask": ("segm", "
 
 @dataclass(frozen=True)
 class CellResult:
-    """What is known about one cell. `measures` is empty until it is done; `error` is set where it failed."""
+    """What is known about one cell. `measures` is empty until it is done; `error` is set where it failed.
+
+    Beside those of MEASURES it may have `images`: how many its accuracy is of.
+    """
 
     name: str
     labels: dict[str, str]
@@ -96,6 +99,9 @@ def _measures(metrics: Mapping[str, Any]) -> dict[str, float]:
             found[f"{key}_full"] = full
         if quantized is not None and full is not None:
             found[f"{key}_drop"] = full - quantized
+    images = _number(accuracy, ("images",))
+    if images is not None:
+        found["images"] = images
     divergences = (_number(part, ("kl_divergence",)) for part in (accuracy, metrics.get("fidelity")))
     divergence = next((value for value in divergences if value is not None), None)
     if divergence is not None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -236,11 +237,25 @@ def _notes(results: Sequence[CellResult], rows: Sequence[str], columns: Sequence
     averaged = "± is the standard deviation over seeds. " if several else ""
     last = rows[-1].replace("_", " ")
     return [
-        f"{averaged}Bold: the best of the rows that differ in {last} only. Drop: full precision less quantized.",
+        f"{averaged}Bold: the best of the rows that differ in {last} only. Drop: full precision less quantized."
+        + _certainty(results),
         "",
         "KL: mean divergence from the full-precision model, on validation images where there are any to classify, "
         "else on the calibration images. Seconds and peak memory: of the quantization, without the evaluation.",
     ]
+
+
+def _certainty(results: Sequence[CellResult]) -> str:
+    """Of how many images accuracies are, and how far chance alone moves a top-1."""
+    measured = [result.measures for result in results if result.measures.get("images")]
+    counts = sorted({int(measures["images"]) for measures in measured})
+    if not counts:
+        return ""
+    ends = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+    text = f" Accuracies: of {ends} validation images"
+    shares = [(m["top1"] / 100, m["images"]) for m in measured if "top1" in m]
+    errors = [100 * math.sqrt(max(0.0, share * (1 - share)) / images) for share, images in shares]
+    return text + (f"; the standard error of a top-1 is up to {max(errors):.1f} points." if errors else ".")
 
 
 def _one_line(text: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
+import torch
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
 LARGEST_INPUT = 2**14
 """Pixels at an edge."""
+PIXEL_SLACK = 0.25
+"""How far bicubic resizing of tensors may leave the range of pixels, which is 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,40 @@ def resolve_preprocessing(
     }
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     return replace(resolved, **given)
+
+
+def stated_preprocessing(
+    model: nn.Module, images: Tensor, given: Mapping[str, Any] | None
+) -> Preprocessing | None:
+    """How `images` (n, C, H, W), which came preprocessed, are said to have been made.
+
+    That is the model's own data config, but for what is `given`, which must be able to give such images. None for
+    images that are not RGB.
+    """
+    size = tuple(images.shape[1:])
+    if size[0] != 3 and given is None:
+        return None
+    if given is not None and not isinstance(given, Mapping):
+        raise InputError(f"preprocessing is {given!r:.80}: give a dictionary, such as {{'crop_pct': 1.0}}")
+    own = resolve_preprocessing(model, input_size=size)
+    stated = Preprocessing.from_dict({**own.as_dict(), **(given or {})})
+    if stated.input_size != size:
+        raise InputError(f"preprocessing gives images of {stated.input_size}, and those given are {size}")
+    if given is not None:
+        _check_pixels(stated, images)
+    return stated
+
+
+def _check_pixels(preprocessing: Preprocessing, images: Tensor) -> None:
+    """Refuse a mean and std that do not lead from images (n, 3, H, W) back to pixels between 0 and 1."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+    low = (images.amin(0).cpu() * std + mean).min().item()
+    high = (images.amax(0).cpu() * std + mean).max().item()
+    if low < -PIXEL_SLACK or high > 1 + PIXEL_SLACK:
+        raise InputError(
+            f"preprocessing: with mean {preprocessing.mean} and std {preprocessing.std} the images' pixels would "
+            f"lie between {low:.2f} and {high:.2f} instead of 0 and 1"
+        )
 
 
 def build_transform(preprocessing: Preprocessing) -> Transform:

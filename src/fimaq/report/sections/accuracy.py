@@ -145,8 +145,9 @@ def _average_precision(material: Material, accuracy: dict[str, Any]) -> list[Any
         for kind, label in (("bbox", "boxes"), ("segm", "masks"))
     ]
     count = whole(accuracy.get("images")) or 0
+    caption = f"COCO average precision in percent, {count:,} images{_unreadable(accuracy)}"
     return [
-        table(("", *AVERAGE_PRECISIONS), rows, f"COCO average precision in percent, {count:,} images"),
+        table(("", *AVERAGE_PRECISIONS), rows, caption),
         tag("p", "No confidence intervals are given: average precision is not a share of independent images."),
     ]
 
