@@ -78,7 +78,7 @@ def test_an_image_that_cannot_be_read_is_left_out(world: World, finished: Path, 
     outcome = fimaq("report", finished, "--calib", calib, "--images", "10", *out)
     assert outcome.code == 0, outcome.err
     assert re.search("unreadable images skipped: 1, such as .*03.jpg", outcome.err)
-    assert "9 images (calibration images" in said(tmp_path / "r.html", "layers")
+    assert f"9 images (images from {calib})" in said(tmp_path / "r.html", "layers")
 
 
 def test_a_link_is_written_through_and_a_pipe_refused(finished: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_link_is_written_through_and_a_pipe_refused(finished: Path, tmp_path: 
     assert_refused(fimaq("report", finished, "--out", tmp_path / "pipe", "--stored"), "pipe", "regular file")
 
 
-def test_units_are_measured_on_the_runs_own_calibration_images(
+def test_units_are_measured_on_the_runs_own_validation_images(
     world: World, finished: Path, tmp_path: Path
 ) -> None:
     before = snapshot(finished)
@@ -99,9 +99,9 @@ def test_units_are_measured_on_the_runs_own_calibration_images(
     assert snapshot(finished) == before
     assert result["missing"] == ""
     text = said(tmp_path / "r.html", "layers")
-    assert f"6 images (calibration images from {world.data / 'train'})" in text
+    assert f"6 images (validation images from {world.data / 'val'}, which it was not fitted to)" in text
     assert "blocks.1.attn.products.0" in text
-    assert "6 images (calibration images" in said(tmp_path / "r.html", "disagreements")
+    assert "6 images (validation images" in said(tmp_path / "r.html", "disagreements")
 
 
 def test_stored_measures_nothing(finished: Path, tmp_path: Path) -> None:
@@ -126,10 +126,19 @@ def test_images_and_weights_that_are_gone_are_asked_for(world: World, tmp_path: 
     os.remove(weights)
     assert "give --weights FILE" in report(run)["missing"]
     assert "give --weights FILE" in said(run / "report.html", "layers")
-    shutil.rmtree(train)
+    assert report(run, "--weights", world.weights)["missing"] == ""
+    assert "6 images (calibration images from" in said(run / "report.html", "layers")
+    only_train = tmp_path / "data"
+    only_train.mkdir()
+    train.rename(only_train / "train")
     assert "give --calib DIR or --data DIR" in report(run, "--weights", world.weights)["missing"]
-    found = report(run, "--weights", world.weights, "--calib", world.data / "train")
-    assert found["missing"] == ""
+    for given, called in {
+        ("--data", world.data): f"validation images from {world.data / 'val'}, which it was not fitted to",
+        ("--calib", world.data / "train"): f"images from {world.data / 'train'}",
+        ("--data", only_train): f"calibration images from {only_train / 'train'}, which it was fitted to",
+    }.items():
+        assert report(run, "--weights", world.weights, *given)["missing"] == ""
+        assert f"6 images ({called})" in said(run / "report.html", "layers")
     assert "rtn" in said(run / "report.html", "optimisation")
 
 

@@ -14,10 +14,13 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file to write. [default: RUN/report.html]")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with train/ (for units and layers) and val/ (for accuracy) inside."),
+        typer.Option(help="Folder with val/ (for accuracy, units and layers), or train/ (for the latter) inside."),
     ] = None,
     calib: Annotated[
-        Path | None, typer.Option(help="Images for units and layers. [default: where the run found its own]")
+        Path | None,
+        typer.Option(
+            help="Images for units and layers. [default: validation images, else the run's calibration images]"
+        ),
     ] = None,
     val: Annotated[
         Path | None, typer.Option(help="Measure accuracy here first, as `evaluate` does; one folder per class.")
@@ -96,7 +99,7 @@ def _report(
         if val is not None:
             size = val_size or (500 if device.type == "cpu" else None)
             _measure_accuracy(material, val, size, class_map, weights, str(device), progress)
-        _measure_units(material, calib, data, weights, count, device, progress)
+        _measure_units(material, calib, data, val, weights, count, device, progress)
     size_in_bytes = store(material, target)
     units = [] if material.sensitivity is None else material.sensitivity.units
     return {
@@ -172,6 +175,7 @@ def _measure_units(
     material: Any,
     calib: Path | None,
     data: Path | None,
+    val: Path | None,
     weights: Path | None,
     count: int,
     device: Any,
@@ -185,24 +189,36 @@ def _measure_units(
     from fimaq.report.material import measure
 
     config = material.config
-    model, given, stored = config["model"], config["given"], config["preprocessing"]
+    model, stored = config["model"], config["preprocessing"]
     material.class_names = material.class_names or class_names(model["num_classes"])
     if model["name"] is None or stored is None:
         material.missing = "the run was made in Python from a model object; use fimaq.report.write.write_report"
         return
-    folder = calib or (data / "train" if data is not None else None)
-    recorded = Path(given["calib"]) if given.get("calib") else None
-    if folder is None and (recorded is None or not recorded.is_dir()):
-        material.missing = (
-            f"the run's calibration images ({recorded}) are not there; give --calib DIR or --data DIR"
-        )
+    folder, called = _images_for_units(config["given"], calib, data, val)
+    if folder is None:
+        material.missing = f"{called} are not there; give --calib DIR or --data DIR"
         return
-    folder = folder or recorded
-    assert folder is not None
     original = full_precision(config, weights, progress)
     if original is None:
         material.missing = "the full-precision weights cannot be had; give --weights FILE"
         return
     images = images_for(config, folder, count, progress)
-    material.images_from = f"calibration images from {folder}"
+    material.images_from = called
     measure(material, original, load(material.path, device=str(device)), images, device, progress)
+
+
+def _images_for_units(
+    given: dict[str, Any], calib: Path | None, data: Path | None, val: Path | None
+) -> tuple[Path | None, str]:
+    """The folder, if there is one, and what to call its images. Rather such as the run was not fitted to: on its
+    calibration images errors are smaller, and other units seem to be the worst."""
+    recorded = {key: Path(given[key]) for key in ("calib", "val") if given.get(key)}
+    if calib is not None:
+        return calib, f"images from {calib}"
+    val = val or recorded.get("val")
+    if val is not None and val.is_dir():
+        return val, f"validation images from {val}, which it was not fitted to"
+    folder = data / "train" if data is not None else recorded.get("calib")
+    if folder is None or not (data or folder.is_dir()):
+        return None, f"the run's calibration images ({folder})"
+    return folder, f"calibration images from {folder}, which it was fitted to"
