@@ -229,7 +229,7 @@ class Config(BaseModel):
 def _plausible(size: Any, number: Any) -> Any:
     """A number of bytes as it is, unless its unit must have been forgotten."""
     if isinstance(size, int | float) and 0 < size < LEAST_BUDGET:
-        raise ValueError(f"{number} are {size} bytes: name the unit, as in {number}GiB")
+        raise ValueError(f"{number} means {size} bytes: name the unit, as in {number}GiB")
     return size
 
 
