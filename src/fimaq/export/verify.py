@@ -71,7 +71,7 @@ def _wanted(of_the_run: float, count: int) -> float:
 
 def _clearly_fewer(same: int, wanted: float, count: int) -> bool:
     """By more than three standard errors, so that a handful of images does not refuse a good file."""
-    variance = max(0.01, wanted * (1 - wanted)) * count
+    variance = wanted * (1 - wanted) * count
     measured_too = 1 + 1 / DISTURBANCES  # what is wanted is known from as few images, disturbed in several ways
     return same < wanted * count - 3 * math.sqrt(variance * measured_too)
 
