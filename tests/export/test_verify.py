@@ -1,10 +1,12 @@
-"""When a file is good enough: the line that is drawn, in whole images and products."""
+"""When a file is good enough: the line that is drawn, and the disturbed run that it is drawn by."""
 
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from fimaq.export.verify import shortcomings
+from fimaq.export.verify import last_bits_disturbed, shortcomings
 
 
 def found(same: int, count: int, itself: float, integer: int = 10, floats: int = 0) -> dict[str, Any]:
@@ -36,3 +38,37 @@ def test_products_that_are_not_integer_are_counted() -> None:
     assert shortcomings(found(9, 9, 9, floats=2), 10, floats_expected=False) == [
         "products in float: {'MatMul': 2}"
     ]
+
+
+def disturbed(module: nn.Module, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """What it gives, and what it gives disturbed; afterwards it is as before."""
+    own = module(x)
+    with last_bits_disturbed(module, seed):
+        other = module(x)
+    assert torch.equal(module(x), own)
+    return own, other
+
+
+def test_every_other_output_of_a_layer_norm_is_a_neighbouring_float() -> None:
+    own, other = disturbed(nn.LayerNorm(64), torch.randn(500, 64, generator=torch.Generator().manual_seed(0)))
+    up, down = (torch.nextafter(own, torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    shares = [(other == value).float().mean().item() for value in (own, up, down)]
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.02)
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_every_third_output_of_gelu_is_off_by_a_last_bit_of_the_sum_in_it() -> None:
+    x = torch.linspace(-4, -3, 30_000)  # where that bit is many of the output's own
+    own, other = disturbed(nn.GELU(), x)
+    moved = (other - own)[other != own]
+    assert len(moved) / len(x) == pytest.approx(1 / 3, abs=0.02)
+    assert (moved > 0).float().mean().item() == pytest.approx(0.5, abs=0.02)
+    expected = x.abs()[other != own] * torch.finfo(torch.float32).eps / 2
+    assert torch.allclose(moved.abs(), expected, rtol=0.01, atol=0)
+
+
+def test_a_seed_disturbs_in_its_own_way() -> None:
+    x = torch.randn(8, 64)
+    (_, one), (_, again), (_, two) = (disturbed(nn.LayerNorm(64), x, seed) for seed in (3, 3, 4))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, two)
