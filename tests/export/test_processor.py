@@ -166,6 +166,7 @@ def test_what_cannot_be_made_or_verified_is_refused_before_the_run_is_loaded(
         ("x86_64", "fpu avx2 fma", True),
         ("x86_64", "fpu avx2 avx512f avx512_vnni", False),
         ("x86_64", "fpu avx2 avx_vnni", False),
+        ("x86_64", "", False),
         ("aarch64", "fp asimd", False),
     ],
 )

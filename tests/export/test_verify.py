@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fimaq.export import verify
 from fimaq.export.verify import last_bits_disturbed, shortcomings
 
 
@@ -72,3 +73,33 @@ def test_a_seed_disturbs_in_its_own_way() -> None:
     (_, one), (_, again), (_, two) = (disturbed(nn.LayerNorm(64), x, seed) for seed in (3, 3, 4))
     assert torch.equal(one, again)
     assert not torch.equal(one, two)
+
+
+class LastBits(nn.Module):
+    """Two logits that change places with the last bit of a LayerNorm's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        odd = (self.norm(x).view(torch.int32)[:, :1] & 1).float()
+        return torch.cat([odd, 1 - odd], 1)
+
+
+@torch.no_grad()
+def test_a_file_in_doubt_is_compared_with_a_run_disturbed_in_several_ways() -> None:
+    model, images = LastBits(), torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
+    itself = []
+    for seed in range(verify.DISTURBANCES):
+        with last_bits_disturbed(model, seed):
+            other = torch.cat([model(batch) for batch in images.split(verify.BATCH)])
+        itself.append(int((other.argmax(1) == LastBits()(images).argmax(1)).sum()))
+    assert len(set(itself)) > 1
+
+    def compared(file: Any) -> tuple[float, ...]:
+        found = verify._compare(file, model, images)
+        return tuple(found[n] for n in ("same_top1", "same_top1_of_the_run_with_itself", "times_disturbed"))
+
+    assert compared(model) == (300, itself[0], 1)
+    assert compared(lambda batch: -model(batch)) == (0, sum(itself) / len(itself), 5)
