@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import re
 from html.parser import HTMLParser
 
@@ -188,6 +189,7 @@ def test_a_detector_shows_box_and_mask_precision() -> None:
         ),
         ([{"ap_box": 40.0, "images": 5000.0}], r"Accuracies: of 5,000 validation images\.$"),
         ([{"kl": 0.1}], r"less quantized\.$"),
+        ([{"top1": 1.0, "images": n} for n in (math.nan, math.inf, -5.0, 0.0)], r"less quantized\.$"),
     ],
 )
 def test_it_says_of_how_many_images_accuracies_are(measured: list[dict[str, float]], said: str) -> None:

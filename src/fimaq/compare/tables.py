@@ -247,7 +247,7 @@ def _notes(results: Sequence[CellResult], rows: Sequence[str], columns: Sequence
 
 def _certainty(results: Sequence[CellResult]) -> str:
     """Of how many images accuracies are, and how far chance alone moves a top-1."""
-    measured = [result.measures for result in results if result.measures.get("images")]
+    measured = [result.measures for result in results if 0 < result.measures.get("images", 0) < math.inf]
     counts = sorted({int(measures["images"]) for measures in measured})
     if not counts:
         return ""
