@@ -60,7 +60,7 @@ class IntegerWeight(nn.Module):
         quantizer = layer.weight_quantizer
         self.bits = 4 if quantizer.bits <= 4 and not symmetric else 8
         zero = quantizer.zero_point.flatten().to(torch.int16)
-        middle = 2 ** (max(4, quantizer.bits) - 1)
+        middle = 2 ** (quantizer.bits - 1)
         signed = middle <= largest_signed(layer.input_quantizer.levels, processor)
         shift = zero if symmetric else torch.full_like(zero, middle if signed else 0)
         codes = layer.codes.to(torch.int16).flatten(1).T.contiguous() - shift
