@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import fimaq
 from fimaq.export import onnx_file
+from fimaq.export.layout import move_bytes_not_floats
 from fimaq.export.lower import lower
 
 ARGUMENTS = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 7}
@@ -46,3 +48,28 @@ def test_what_is_moved_before_a_product_is_bytes(monkeypatch: pytest.MonkeyPatch
         assert source.op_type in {"Clip", "QuantizeLinear", "Transpose", "Reshape", "Squeeze", "Unsqueeze"}
     makers = [node.inputs[0].producer() for node in model.graph if node.op_type == "QuantizeLinear"]
     assert all(maker is None or maker.op_type != "Transpose" for maker in makers)
+
+
+@pytest.mark.parametrize(
+    ("factor", "joined"), [(0.25, True), (2.0, True), (0.3, False), (3.0, False), (-0.5, False), (0.0, False)]
+)
+def test_a_factor_becomes_part_of_a_scale_where_no_bit_can_change(factor: float, joined: bool) -> None:
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 21]>
+        scaled (float[n, 4] x) => (uint8[n, 4] y)
+        <float factor = {{{factor}}}, float scale = {{0.7}}, uint8 zero = {{100}}> {{
+            times = Mul (x, factor)
+            y = QuantizeLinear (times, scale, zero)
+        }}"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    x = np.random.default_rng(0).normal(0, 30, (5000, 4)).astype(np.float32)
+
+    def codes() -> np.ndarray:
+        content = ir.to_proto(model).SerializeToString()
+        return onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+
+    before = codes()
+    move_bytes_not_floats(model.graph)
+    wanted = ["QuantizeLinear"] if joined else ["Mul", "QuantizeLinear"]
+    assert [node.op_type for node in model.graph] == wanted
+    assert np.array_equal(codes(), before)

@@ -50,7 +50,7 @@ def _skip_scaling(graph: ir.Graph, quantize: ir.Node) -> bool:
     if factor is None or scale is None or factor.size != 1:
         return False
     number = float(factor.numpy().reshape(()))
-    if number <= 0 or math.frexp(number)[0] != 0.5:
+    if math.frexp(number)[0] != 0.5:
         return False
     smaller = ir.Value(name=f"{quantize.name}_scale", const_value=ir.tensor(np.float32(scale.numpy() / number)))
     graph.register_initializer(smaller)
