@@ -12,7 +12,7 @@ import torch
 
 import fimaq
 from fimaq.export import onnx_file
-from fimaq.export.layout import move_bytes_not_floats
+from fimaq.export.layout import MOVES, move_bytes_not_floats
 from fimaq.export.lower import lower
 
 ARGUMENTS = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 7}
@@ -48,6 +48,8 @@ def test_what_is_moved_before_a_product_is_bytes(monkeypatch: pytest.MonkeyPatch
         assert source.op_type in {"Clip", "QuantizeLinear", "Transpose", "Reshape", "Squeeze", "Unsqueeze"}
     makers = [node.inputs[0].producer() for node in model.graph if node.op_type == "QuantizeLinear"]
     assert all(maker is None or maker.op_type != "Transpose" for maker in makers)
+    clips = [node.inputs[0].producer() for node in model.graph if node.op_type == "Clip"]
+    assert not MOVES & {maker.op_type for maker in clips}
 
 
 @pytest.mark.parametrize(
