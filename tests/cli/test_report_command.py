@@ -142,6 +142,18 @@ def test_images_and_weights_that_are_gone_are_asked_for(world: World, tmp_path: 
     assert "rtn" in said(run / "report.html", "optimisation")
 
 
+@pytest.mark.parametrize("place", [5, ["a"], {"a": 1}])
+def test_a_configuration_whose_places_are_no_paths_names_no_images(
+    finished: Path, place: Any, tmp_path: Path
+) -> None:
+    run = run_to_evaluate(finished, tmp_path)
+    config = json.loads((run / "config.json").read_text())
+    del config["digest"]
+    config["given"] |= {"calib": place, "val": place}
+    (run / "config.json").write_text(json.dumps(config))
+    assert f"({place}) are not there; give --calib DIR" in report(run)["missing"]
+
+
 def test_the_configuration_in_the_report_gives_the_same_bits_again(finished: Path, tmp_path: Path) -> None:
     report(finished, "--out", tmp_path / "r.html", "--stored")
     text = "".join(document(tmp_path / "r.html").find(".//pre[@id='run-yaml']").itertext())

@@ -212,7 +212,7 @@ def _images_for_units(
 ) -> tuple[Path | None, str]:
     """The folder, if there is one, and what to call its images. Rather such as the run was not fitted to: on its
     calibration images errors are smaller, and other units seem to be the worst."""
-    recorded = {key: Path(given[key]) for key in ("calib", "val") if given.get(key)}
+    recorded = {key: Path(str(given[key])) for key in ("calib", "val") if given.get(key)}
     if calib is not None:
         return calib, f"images from {calib}"
     val = val or recorded.get("val")
