@@ -23,6 +23,7 @@ from fimaq.errors import InputError
 from fimaq.quant.aligned import spare_tokens, unbind
 from fimaq.quant.exact import exponentials
 from fimaq.quant.layers import QuantLinear, QuantMatMul
+from fimaq.quant.window_attention import attention_at_once
 
 MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 FUSED_ATTENTION = F.scaled_dot_product_attention
@@ -131,6 +132,26 @@ class _ProductMode(_UnbindMode):
             return product(self.softmax[1], right, sums=self.softmax[2])
         return product(left, right, spare=spare)
 
+    def _attend_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        """A whole attention by one kernel, where there is one; else nothing has happened."""
+        left = self.owner.products[self.count : self.count + 2]
+        if dropout_p > 0 or is_causal or enable_gqa or len(left) < 2:
+            return None
+        factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        attended = attention_at_once((left[0], left[1]), query, key, value, attn_mask, factor)
+        self.count += 0 if attended is None else 2
+        return attended
+
     def _softmax(self, scores: Tensor) -> Tensor:
         reads_it = self.owner.products[self.count] if self.count < len(self.owner.products) else None
         learns = scores.requires_grad
@@ -149,6 +170,8 @@ class _ProductMode(_UnbindMode):
         if operands := multiplied_activations(func, args, kwargs):
             return self._multiply(*operands)
         if func is FUSED_ATTENTION:
+            if (attended := self._attend_at_once(*args, **kwargs)) is not None:
+                return attended
             products = self._multiply, self._multiply
             return written_out_attention(products, *args, **{**kwargs, "softmax": self._softmax})
         if func in _SOFTMAXES and _is_over_last(*args, **kwargs):

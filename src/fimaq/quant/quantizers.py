@@ -67,11 +67,14 @@ class ActivationQuantizer(Quantizer):
         if not torch.is_grad_enabled():
             return fake_quantize(x, self.scale, self.zero_point, self.levels)
         dropped = None if self.dropping is None else mask_of(x, *self.dropping)
-        scale = self.scale
-        if self.leaves is not None:
-            scale = for_each_row(scale.detach(), x).requires_grad_()
-            self.leaves.append(scale)
-        return learned_fake_quantize(x, scale, self.zero_point, self.highest, dropped)
+        return learned_fake_quantize(x, self.learned_scale(x), self.zero_point, self.highest, dropped)
+
+    def learned_scale(self, x: Tensor) -> Tensor:
+        """The scale, while a step runs by rows of x."""
+        if self.leaves is None:
+            return self.scale
+        self.leaves.append(for_each_row(self.scale.detach(), x).requires_grad_())
+        return self.leaves[-1]
 
     def steps(self, x: Tensor) -> Tensor:
         """The whole number of scales that quantized x is away from zero."""

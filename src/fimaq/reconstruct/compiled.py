@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fimaq.quant.window_attention import compiling_for_gpu
 from fimaq.reconstruct.alike import tensor_kinds
 from fimaq.reconstruct.cheaper import CHEAPER
 
@@ -149,15 +150,17 @@ def compile_function(
 def trace(function: Callable[[Tensors], None], tensors: Tensors) -> GraphModule:
     """All operators that `function` runs, as a graph over the values of `tensors`. Nothing is computed.
 
-    For a GPU some are replaced by what takes fewer instructions.
+    For a GPU some are replaced by what takes fewer instructions, or less memory.
     """
 
     def on_values(*values: Tensor) -> tuple[()]:
         function(dict(zip(tensors, values, strict=True)))
         return ()
 
-    replaced = CHEAPER if _on_gpu(tensors) else {}
-    return make_fx(on_values, replaced, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors.values())
+    on_gpu = _on_gpu(tensors)
+    replaced = CHEAPER if on_gpu else {}
+    with compiling_for_gpu(on_gpu):
+        return make_fx(on_values, replaced, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors.values())
 
 
 def _compile(traced: GraphModule, tensors: Tensors) -> Compiled:

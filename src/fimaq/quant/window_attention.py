@@ -1,0 +1,180 @@
+"""Attention over small windows as one kernel, for steps that are compiled for a GPU.
+
+The scores of 49 tokens are more numbers than the queries, keys and values that they are made of. Written as two
+products with a softmax between, a step of Swin's first stage spends half of its time on storing and reading them.
+Here one kernel quantizes, multiplies and keeps the scores in registers (`window_kernels.py`, Triton). What it
+computes is what `models/products.py` writes out.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fimaq.quant.layers import QuantMatMul
+from fimaq.quant.quantizers import ActivationQuantizer
+
+MOST_TOKENS, MOST_CHANNELS = 64, 64
+"""Of one window and head, which a program holds in registers."""
+
+_compiling_for_gpu = ContextVar("compiling_for_gpu", default=False)
+
+
+@contextmanager
+def compiling_for_gpu(on: bool) -> Iterator[None]:
+    """What is traced meanwhile may be done by kernels that only a GPU has."""
+    before = _compiling_for_gpu.set(on)
+    try:
+        yield
+    finally:
+        _compiling_for_gpu.reset(before)
+
+
+@torch.library.custom_op("fimaq::window_attention", mutates_args=())
+def window_attention(
+    operands: Sequence[Tensor],
+    bias: Tensor | None,
+    ranges: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    factor: float,
+    normalised: bool,
+) -> Tensor:
+    """Q(softmax(Q(factor * query) Q(key)^T + bias)) Q(value) for query, key, value (windows, heads, tokens, width).
+
+    Q is fake quantization where the bytes of `masks`, rows filled up to multiples of 8, are 0. `ranges` are scales and
+    zero points (4, heads, tokens) and the numbers of levels (4,), of queries, keys, weights, values. `bias` broadcasts
+    against the scores. If not `normalised`, the exponentials are quantized, of which the largest of a row is 1, and
+    the product is divided by their sums, which do not learn. The result lies in memory by tokens, then heads.
+    """
+    from fimaq.quant import window_kernels
+
+    out = _by_tokens(operands[0])
+    window_kernels.forward(operands, bias, ranges, masks, factor, normalised, out)
+    return out.transpose(1, 2)
+
+
+@window_attention.register_fake
+def _(operands: Sequence[Tensor], *others: Any) -> Tensor:
+    return _by_tokens(operands[0]).transpose(1, 2)
+
+
+@torch.library.custom_op("fimaq::window_attention_backward", mutates_args=())
+def window_attention_backward(
+    sent: Tensor,
+    operands: Sequence[Tensor],
+    bias: Tensor | None,
+    ranges: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    factor: float,
+    normalised: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, and of all scales for each row (4, windows, heads, tokens)."""
+    from fimaq.quant import window_kernels
+
+    found = _empty_gradients(operands)
+    window_kernels.backward(operands, bias, ranges, masks, factor, normalised, sent, found)
+    return _by_heads(found)
+
+
+@window_attention_backward.register_fake
+def _(sent: Tensor, operands: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _by_heads(_empty_gradients(operands))
+
+
+def _by_tokens(x: Tensor) -> Tensor:
+    """An empty tensor (windows, tokens, heads, width) for x (windows, heads, tokens, width)."""
+    windows, heads, tokens, width = x.shape
+    return x.new_empty(windows, tokens, heads, width)
+
+
+def _empty_gradients(operands: Sequence[Tensor]) -> list[Tensor]:
+    scales = operands[0].new_empty(4, *operands[0].shape[:3], dtype=torch.float32)
+    return [*(_by_tokens(x) for x in operands), scales]
+
+
+def _by_heads(found: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, scales = found
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scales
+
+
+class _WindowAttention(torch.autograd.Function):
+    """Of query, key and value, the scales of queries, keys, weights and values by rows, and what does not learn."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.fixed = others[4:]
+        return window_attention([query, key, value], *ctx.fixed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *found, of_scales = window_attention_backward(grads[0], list(ctx.saved_tensors), *ctx.fixed)
+        of_query, of_key, of_weights, of_value = of_scales[..., None].unbind()
+        return (*found, of_query, of_key.mT, of_weights, of_value, *(None for _ in ctx.fixed))
+
+
+def attention_at_once(
+    products: tuple[QuantMatMul, QuantMatMul],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    factor: float,
+) -> Tensor | None:
+    """A softmax of `factor` * query key^T + bias between two quantized products; None where there is no kernel."""
+    quantizers = [
+        products[0].left_quantizer,
+        products[0].right_quantizer,
+        products[1].left_quantizer,
+        products[1].right_quantizer,
+    ]
+    if not (_can_be_compiled(query, key, value, bias) and _suit(products, quantizers)):
+        return None
+    weights = query[..., :1].expand(*query.shape[:3], key.size(-2))
+    scales = [q.learned_scale(x) for q, x in zip(quantizers, (query, key.mT, weights, value), strict=True)]
+    ranges = [
+        torch.stack([_by_row(q.scale.detach(), query, q is quantizers[1]) for q in quantizers]),
+        torch.stack([_by_row(q.zero_point, query, q is quantizers[1]) for q in quantizers]),
+        torch.stack([q.highest for q in quantizers]),
+    ]
+    masks = [q.dropping[0] for q in quantizers if q.dropping is not None]
+    dtype = torch.get_autocast_dtype("cuda")
+    operands = [x.to(dtype) for x in (query, key, value)]
+    normalised = not products[1].wants_exponentials(True)
+    return _WindowAttention.apply(*operands, *scales, bias, ranges, masks, factor, normalised)  # type: ignore[no-any-return]
+
+
+def _by_row(numbers: Tensor, query: Tensor, transposed: bool) -> Tensor:
+    """What broadcasts against an operand, or against the transpose of one, for each row: (heads, tokens)."""
+    _, heads, tokens, _ = query.shape
+    shape = (1, heads, 1, tokens) if transposed else (1, heads, tokens, 1)
+    return numbers.expand(shape).reshape(heads, tokens)
+
+
+def _can_be_compiled(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
+    if not (_compiling_for_gpu.get() and query.is_cuda and _has_triton()):
+        return False
+    in_bfloat16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+    small = query.dim() == 4 and query.size(-2) <= MOST_TOKENS and query.size(-1) <= MOST_CHANNELS
+    alike = query.shape == key.shape == value.shape and all(x.stride(-1) == 1 for x in (query, key, value))
+    added = bias is None or (bias.is_floating_point() and not bias.requires_grad)
+    return in_bfloat16 and small and alike and added and all(x.requires_grad for x in (query, key, value))
+
+
+def _suit(products: tuple[QuantMatMul, QuantMatMul], quantizers: Sequence[ActivationQuantizer]) -> bool:
+    """Whether each learns one scale for a row at most, and all drop or none, in whole batches."""
+    columns = [q.scale.shape[-2:-1] if q is quantizers[1] else q.scale.shape[-1:] for q in quantizers]
+    of_rows = all(q.leaves is not None and q.scale.dim() <= 3 for q in quantizers) and set(columns) <= {(), (1,)}
+    dropping = [q.dropping for q in quantizers]
+    whole = all(drops is None for drops in dropping) or all(drops and drops[1] is None for drops in dropping)
+    return all(p.quantized for p in products) and of_rows and whole
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
