@@ -108,11 +108,17 @@ class _PowersAndSums(torch.autograd.Function):
 class _UnbindMode(TorchFunctionMode):
     """Lets gradients of what is unbound lie in memory as it does (`quant/aligned.py`)."""
 
+    unbound: tuple[Tensor, tuple[Tensor, ...]] | None = None
+    """What was last unbound over its first dimension, and its parts."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _UNBINDS and args and args[0].requires_grad:
-            return unbind(*args, **(kwargs or {}))
+            parts = unbind(*args, **(kwargs or {}))
+            over_first = parts[0].shape == args[0].shape[1:] and len(parts) == len(args[0])
+            self.unbound = (args[0], parts) if over_first else None
+            return parts
         return func(*args, **(kwargs or {}))
 
 
@@ -145,10 +151,12 @@ class _ProductMode(_UnbindMode):
     ) -> Tensor | None:
         """A whole attention by one kernel, where there is one; else nothing has happened."""
         left = self.owner.products[self.count : self.count + 2]
-        if dropout_p > 0 or is_causal or enable_gqa or len(left) < 2:
+        whole, parts = self.unbound or (None, ())
+        of_one = len(parts) == 3 and query is parts[0] and key is parts[1] and value is parts[2]
+        if whole is None or not of_one or dropout_p > 0 or is_causal or enable_gqa or len(left) < 2:
             return None
         factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        attended = attention_at_once((left[0], left[1]), query, key, value, attn_mask, factor)
+        attended = attention_at_once((left[0], left[1]), whole, attn_mask, factor)
         self.count += 0 if attended is None else 2
         return attended
 

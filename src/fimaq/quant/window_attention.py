@@ -21,6 +21,8 @@ from fimaq.quant.quantizers import ActivationQuantizer
 
 MOST_TOKENS, MOST_CHANNELS = 64, 64
 """Of one window and head, which a program holds in registers."""
+HALF = -65504.0, 65504.0
+"""The range of float16."""
 
 _compiling_for_gpu = ContextVar("compiling_for_gpu", default=False)
 
@@ -72,18 +74,20 @@ def window_attention_backward(
     masks: Sequence[Tensor],
     factor: float,
     normalised: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, and of all scales for each row (4, windows, heads, tokens)."""
+) -> tuple[Tensor, Tensor]:
+    """Gradients of query, key and value (3, windows, heads, tokens, width), by tokens in memory; of all scales for each
+    row (4, windows, heads, tokens)."""
     from fimaq.quant import window_kernels
 
-    found = _empty_gradients(operands)
+    found = _empty_gradients(operands[0])
     window_kernels.backward(operands, bias, ranges, masks, factor, normalised, sent, found)
-    return _by_heads(found)
+    return found[0].permute(2, 0, 3, 1, 4), found[1]
 
 
 @window_attention_backward.register_fake
-def _(sent: Tensor, operands: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _by_heads(_empty_gradients(operands))
+def _(sent: Tensor, operands: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
+    found = _empty_gradients(operands[0])
+    return found[0].permute(2, 0, 3, 1, 4), found[1]
 
 
 def _by_tokens(x: Tensor) -> Tensor:
@@ -92,49 +96,44 @@ def _by_tokens(x: Tensor) -> Tensor:
     return x.new_empty(windows, tokens, heads, width)
 
 
-def _empty_gradients(operands: Sequence[Tensor]) -> list[Tensor]:
-    scales = operands[0].new_empty(4, *operands[0].shape[:3], dtype=torch.float32)
-    return [*(_by_tokens(x) for x in operands), scales]
-
-
-def _by_heads(found: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, scales = found
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scales
+def _empty_gradients(x: Tensor) -> tuple[Tensor, Tensor]:
+    windows, heads, tokens, width = x.shape
+    of_scales = x.new_empty(4, windows, heads, tokens, dtype=torch.float32)
+    return x.new_empty(windows, tokens, 3, heads, width), of_scales
 
 
 class _WindowAttention(torch.autograd.Function):
-    """Of query, key and value, the scales of queries, keys, weights and values by rows, and what does not learn."""
+    """Of query, key and value in one tensor, scales of queries, keys, weights and values by rows, and what is fixed."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
-        ctx.save_for_backward(query, key, value)
+    def forward(ctx: Any, operands: Tensor, *others: Any) -> Tensor:
+        ctx.save_for_backward(operands)
         ctx.fixed = others[4:]
-        return window_attention([query, key, value], *ctx.fixed)
+        return window_attention(operands.unbind(), *ctx.fixed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *found, of_scales = window_attention_backward(grads[0], list(ctx.saved_tensors), *ctx.fixed)
+        of_operands, of_scales = window_attention_backward(grads[0], ctx.saved_tensors[0].unbind(), *ctx.fixed)
         of_query, of_key, of_weights, of_value = of_scales[..., None].unbind()
-        return (*found, of_query, of_key.mT, of_weights, of_value, *(None for _ in ctx.fixed))
+        return (of_operands, of_query, of_key.mT, of_weights, of_value, *(None for _ in ctx.fixed))
 
 
 def attention_at_once(
-    products: tuple[QuantMatMul, QuantMatMul],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    factor: float,
+    products: tuple[QuantMatMul, QuantMatMul], operands: Tensor, bias: Tensor | None, factor: float
 ) -> Tensor | None:
-    """A softmax of `factor` * query key^T + bias between two quantized products; None where there is no kernel."""
+    """A softmax of `factor` * query key^T + bias between two quantized products; None where there is no kernel.
+
+    `operands`: query, key and value, (3, windows, heads, tokens, width).
+    """
     quantizers = [
         products[0].left_quantizer,
         products[0].right_quantizer,
         products[1].left_quantizer,
         products[1].right_quantizer,
     ]
-    if not (_can_be_compiled(query, key, value, bias) and _suit(products, quantizers)):
+    if not (_can_be_compiled(operands, bias) and _suit(products, quantizers)):
         return None
+    query, key, value = operands.unbind()
     weights = query[..., :1].expand(*query.shape[:3], key.size(-2))
     scales = [q.learned_scale(x) for q, x in zip(quantizers, (query, key.mT, weights, value), strict=True)]
     ranges = [
@@ -143,10 +142,11 @@ def attention_at_once(
         torch.stack([q.highest for q in quantizers]),
     ]
     masks = [q.dropping[0] for q in quantizers if q.dropping is not None]
-    dtype = torch.get_autocast_dtype("cuda")
-    operands = [x.to(dtype) for x in (query, key, value)]
+    if bias is not None and bias.dim() > 3 and bias.size(0) > 1:
+        # Each window has its own, which is most of what a program reads. Operands have three binary digits less.
+        bias = bias.clamp(*HALF).half()
     normalised = not products[1].wants_exponentials(True)
-    return _WindowAttention.apply(*operands, *scales, bias, ranges, masks, factor, normalised)  # type: ignore[no-any-return]
+    return _WindowAttention.apply(operands, *scales, bias, ranges, masks, factor, normalised)  # type: ignore[no-any-return]
 
 
 def _by_row(numbers: Tensor, query: Tensor, transposed: bool) -> Tensor:
@@ -156,14 +156,12 @@ def _by_row(numbers: Tensor, query: Tensor, transposed: bool) -> Tensor:
     return numbers.expand(shape).reshape(heads, tokens)
 
 
-def _can_be_compiled(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
-    if not (_compiling_for_gpu.get() and query.is_cuda and _has_triton()):
+def _can_be_compiled(operands: Tensor, bias: Tensor | None) -> bool:
+    if not (_compiling_for_gpu.get() and operands.is_cuda and _has_triton()):
         return False
-    in_bfloat16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
-    small = query.dim() == 4 and query.size(-2) <= MOST_TOKENS and query.size(-1) <= MOST_CHANNELS
-    alike = query.shape == key.shape == value.shape and all(x.stride(-1) == 1 for x in (query, key, value))
-    added = bias is None or (bias.is_floating_point() and not bias.requires_grad)
-    return in_bfloat16 and small and alike and added and all(x.requires_grad for x in (query, key, value))
+    small = operands.dim() == 5 and operands.size(-2) <= MOST_TOKENS and operands.size(-1) <= MOST_CHANNELS
+    learns = operands.requires_grad and (bias is None or (bias.is_floating_point() and not bias.requires_grad))
+    return operands.dtype == torch.bfloat16 and operands.stride(-1) == 1 and small and learns
 
 
 def _suit(products: tuple[QuantMatMul, QuantMatMul], quantizers: Sequence[ActivationQuantizer]) -> bool:

@@ -117,7 +117,7 @@ def _forward(
 @triton.jit
 def _backward(
     query, key, value, bias, scales, zero_points, highest, of_queries, of_keys, of_weights, of_values,
-    sent, of_query, of_key, of_value, of_scales,
+    sent, of_operands, of_scales,
     q_window, q_head, q_token, k_window, k_head, k_token, v_window, v_head, v_token,
     sent_window, sent_head, sent_token,
     bias_window, bias_head, bias_row, bias_column, factor, tokens, width, heads, row_of_mask, row_of_weights,
@@ -129,7 +129,9 @@ def _backward(
     inside = (rows[:, None] < tokens) & (channels[None, :] < width)
     square = (rows[:, None] < tokens) & (columns[None, :] < tokens)
     narrow = value.dtype.element_ty
-    places = ((window * tokens + rows[:, None]) * heads + head) * width + channels[None, :]
+    of_token = of_operands + (window * tokens + rows[:, None]) * 3 * heads * width
+    of_query = of_token + head * width + channels[None, :]
+    of_key, of_value = of_query + heads * width, of_query + 2 * heads * width
     of_row = of_scales + tl.program_id(0) * tokens + rows
     all_rows = tl.num_programs(0) * tokens
 
@@ -164,7 +166,7 @@ def _backward(
     )
     found = tl.dot(tl.trans(weights.to(narrow)), gradient, input_precision="ieee")
     found, of_scale = _gradients(found, scaled_v, steps_v, passes_v, dropped_v)
-    tl.store(of_value + places, found.to(narrow), mask=inside)
+    tl.store(of_value, found.to(narrow), mask=inside)
     tl.store(of_row + VALUE * all_rows, of_scale, mask=rows < tokens)
 
     found = tl.dot(gradient, tl.trans(v.to(narrow)), input_precision="ieee")
@@ -175,12 +177,12 @@ def _backward(
 
     found = tl.dot(of_scores, k, input_precision="ieee")
     found, of_scale = _gradients(found, scaled_q, steps_q, passes_q, dropped_q)
-    tl.store(of_query + places, (found * factor).to(narrow), mask=inside)
+    tl.store(of_query, (found * factor).to(narrow), mask=inside)
     tl.store(of_row + QUERY * all_rows, of_scale, mask=rows < tokens)
 
     found = tl.dot(tl.trans(of_scores), q, input_precision="ieee")
     found, of_scale = _gradients(found, scaled_k, steps_k, passes_k, dropped_k)
-    tl.store(of_key + places, found.to(narrow), mask=inside)
+    tl.store(of_key, found.to(narrow), mask=inside)
     tl.store(of_row + KEY * all_rows, of_scale, mask=rows < tokens)
 
 
@@ -199,7 +201,7 @@ def backward(
     operands: Sequence[Tensor], bias: Tensor | None, ranges: Sequence[Tensor], masks: Sequence[Tensor],
     factor: float, normalised: bool, sent: Tensor, found: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """`found`: gradients of the operands, (windows, tokens, heads, width), and of scales, (4, windows, heads, tokens);
+    """`found`: gradients of the operands, (windows, tokens, 3, heads, width), and of scales, (4, windows, heads, tokens);
     contiguous."""
     strides = [s for t in (*operands, sent) for s in t.stride()[:3]]
     numbers, options = _arguments(operands[0], bias, masks, factor, normalised)
