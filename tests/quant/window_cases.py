@@ -6,7 +6,6 @@ imported, so tests start a process for it.
 
 import json
 import math
-from contextlib import ExitStack
 from unittest import mock
 
 import torch
@@ -32,11 +31,16 @@ WINDOWS, HEADS = 4, 3
 
 
 def distances(case: dict, device: str) -> list[float]:
-    """Of outputs, and of gradients of operands and of the scales of queries, keys, weights and values."""
+    """Of outputs, and of gradients of operands and of the scales of queries, keys, weights and values.
+
+    On a GPU in bfloat16, as steps are there.
+    """
     torch.manual_seed(0)
     tokens, width = case["tokens"], case["width"]
     products = _products(case["released"], tokens, device)
-    operands = torch.randn(WINDOWS, tokens, 3, HEADS, width, device=device).permute(2, 0, 3, 1, 4).requires_grad_()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    operands = torch.randn(WINDOWS, tokens, 3, HEADS, width, device=device, dtype=dtype)
+    operands = operands.permute(2, 0, 3, 1, 4).requires_grad_()
     windows = {"each": WINDOWS, "one": 1, None: 0}[case["bias"]]
     bias = torch.randn(windows, HEADS, tokens, tokens, device=device) if windows else None
     if windows > 1:  # as the windows at the edges of a Swin, and in the half precision that the kernel takes
@@ -49,12 +53,13 @@ def distances(case: dict, device: str) -> list[float]:
         quantizers = _quantizers(products)
         for quantizer, mask in zip(quantizers, masks, strict=True):
             quantizer.leaves, quantizer.dropping = [], (mask, None) if case["drops"] else None
-        out = attend(products, operands, bias)
+        with torch.autocast(device, dtype, enabled=dtype == torch.bfloat16, cache_enabled=False):
+            out = attend(products, operands, bias)
         leaves = [leaf for quantizer in quantizers for leaf in quantizer.leaves]
-        runs.append([out.detach(), *torch.autograd.grad(out, [operands, *leaves], sent)])
+        runs.append([out.detach(), *torch.autograd.grad(out, [operands, *leaves], sent.to(out.dtype))])
     written, at_once = runs
     assert [t.shape for t in written] == [t.shape for t in at_once]
-    return [float((a - b).norm() / a.norm()) for a, b in zip(written, at_once, strict=True)]
+    return [float((a.double() - b.double()).norm() / a.double().norm()) for a, b in zip(written, at_once, strict=True)]
 
 
 def _written_out(products: list[QuantMatMul], operands: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,8 +70,7 @@ def _written_out(products: list[QuantMatMul], operands: Tensor, bias: Tensor | N
 
 
 def _at_once(products: list[QuantMatMul], operands: Tensor, bias: Tensor | None) -> Tensor:
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(window_attention, "_can_be_compiled", lambda *given: True))
+    with mock.patch.object(window_attention, "_can_be_compiled", lambda *given: True):
         out = window_attention.attention_at_once(tuple(products), operands, bias, 1 / math.sqrt(operands.size(-1)))
     assert out is not None
     return out

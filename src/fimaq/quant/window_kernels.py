@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 SIDE = 64
-WARPS = 4
+FORWARD: dict[str, int] = {"num_warps": 4}
+BACKWARD: dict[str, int] = {"num_warps": 4, "maxnreg": 168}
+"""How kernels are launched. With so many registers a multiprocessor runs three programs of 64 tokens at a time."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 TO_WHOLE = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a float below 2^22 and taken away again, it leaves the nearest whole number, the even one of
@@ -74,9 +76,9 @@ def _exponentials(
 def _forward(
     query, key, value, bias, scales, zero_points, highest, of_queries, of_keys, of_weights, of_values, out,
     q_window, q_head, q_token, k_window, k_head, k_token, v_window, v_head, v_token,
-    bias_window, bias_head, bias_row, bias_column, factor, tokens, width, heads, row_of_mask, row_of_weights,
-    HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, NORMALISED: tl.constexpr,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr,
+    bias_window, bias_head, bias_row, bias_column, factor, heads, tokens: tl.constexpr, width: tl.constexpr,
+    row_of_mask: tl.constexpr, row_of_weights: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr,
+    NORMALISED: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """`of_queries` and so on are QDrop's masks."""
     window, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
@@ -120,9 +122,9 @@ def _backward(
     sent, of_operands, of_scales,
     q_window, q_head, q_token, k_window, k_head, k_token, v_window, v_head, v_token,
     sent_window, sent_head, sent_token,
-    bias_window, bias_head, bias_row, bias_column, factor, tokens, width, heads, row_of_mask, row_of_weights,
-    HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, NORMALISED: tl.constexpr,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr,
+    bias_window, bias_head, bias_row, bias_column, factor, heads, tokens: tl.constexpr, width: tl.constexpr,
+    row_of_mask: tl.constexpr, row_of_weights: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr,
+    NORMALISED: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     window, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     rows, columns, channels = tl.arange(0, SIDE), tl.arange(0, SIDE), tl.arange(0, CHANNELS)
@@ -135,53 +137,65 @@ def _backward(
     of_row = of_scales + tl.program_id(0) * tokens + rows
     all_rows = tl.num_programs(0) * tokens
 
+    # What a quantizer's gradient needs is loaded and quantized again when it is: kept, it would not fit registers.
     q = _tile(query, window * q_window + head * q_head, q_token, rows, channels, inside).to(tl.float32) * factor
-    q, scaled_q, steps_q, passes_q, dropped_q = _quantized(
+    q, _, _, _, _ = _quantized(
         q, QUERY, scales, zero_points, highest, of_queries, rows, channels, inside, tokens, row_of_mask, heads, DROPS
     )
     k = _tile(key, window * k_window + head * k_head, k_token, rows, channels, inside).to(tl.float32)
-    k, scaled_k, steps_k, passes_k, dropped_k = _quantized(
+    k, _, _, _, _ = _quantized(
         k, KEY, scales, zero_points, highest, of_keys, rows, channels, inside, tokens, row_of_mask, heads, DROPS
     )
     q, k = q.to(narrow), k.to(narrow)
     place = window * bias_window + head * bias_head
     powers, sums = _exponentials(q, k, bias, place, bias_row, bias_column, rows, columns, square, tokens, HAS_BIAS)
+    gradient = _tile(sent, window * sent_window + head * sent_head, sent_token, rows, channels, inside)
+    gradient = gradient.to(tl.float32)
     if NORMALISED:
         plain = powers / sums[:, None]
     else:
         plain = powers
+        gradient /= sums[:, None]
+    gradient = gradient.to(narrow)
+    v = _tile(value, window * v_window + head * v_head, v_token, rows, channels, inside).to(tl.float32)
+    v, _, _, _, _ = _quantized(
+        v, VALUE, scales, zero_points, highest, of_values, rows, channels, inside, tokens, row_of_mask, heads, DROPS
+    )
+    found = tl.dot(gradient, tl.trans(v.to(narrow)), input_precision="ieee")
     weights, scaled, steps, passes, dropped = _quantized(
         plain, WEIGHTS, scales, zero_points, highest, of_weights, rows, columns, square, tokens, row_of_weights,
         heads, DROPS,
     )  # fmt: skip
-    gradient = _tile(sent, window * sent_window + head * sent_head, sent_token, rows, channels, inside)
-    gradient = gradient.to(tl.float32)
-    if not NORMALISED:
-        gradient /= sums[:, None]
-    gradient = gradient.to(narrow)
-
-    v = _tile(value, window * v_window + head * v_head, v_token, rows, channels, inside).to(tl.float32)
-    v, scaled_v, steps_v, passes_v, dropped_v = _quantized(
-        v, VALUE, scales, zero_points, highest, of_values, rows, channels, inside, tokens, row_of_mask, heads, DROPS
-    )
-    found = tl.dot(tl.trans(weights.to(narrow)), gradient, input_precision="ieee")
-    found, of_scale = _gradients(found, scaled_v, steps_v, passes_v, dropped_v)
-    tl.store(of_value, found.to(narrow), mask=inside)
-    tl.store(of_row + VALUE * all_rows, of_scale, mask=rows < tokens)
-
-    found = tl.dot(gradient, tl.trans(v.to(narrow)), input_precision="ieee")
+    weights = weights.to(narrow)
     found, of_scale = _gradients(found, scaled, steps, passes, dropped)
     tl.store(of_row + WEIGHTS * all_rows, of_scale, mask=rows < tokens)
     found *= plain
     of_scores = (found - powers * (tl.sum(found, 1) / sums)[:, None]).to(narrow)
 
+    found = tl.dot(tl.trans(weights), gradient, input_precision="ieee")
+    v = _tile(value, window * v_window + head * v_head, v_token, rows, channels, inside).to(tl.float32)
+    v, scaled, steps, passes, dropped = _quantized(
+        v, VALUE, scales, zero_points, highest, of_values, rows, channels, inside, tokens, row_of_mask, heads, DROPS
+    )
+    found, of_scale = _gradients(found, scaled, steps, passes, dropped)
+    tl.store(of_value, found.to(narrow), mask=inside)
+    tl.store(of_row + VALUE * all_rows, of_scale, mask=rows < tokens)
+
     found = tl.dot(of_scores, k, input_precision="ieee")
-    found, of_scale = _gradients(found, scaled_q, steps_q, passes_q, dropped_q)
+    x = _tile(query, window * q_window + head * q_head, q_token, rows, channels, inside).to(tl.float32) * factor
+    x, scaled, steps, passes, dropped = _quantized(
+        x, QUERY, scales, zero_points, highest, of_queries, rows, channels, inside, tokens, row_of_mask, heads, DROPS
+    )
+    found, of_scale = _gradients(found, scaled, steps, passes, dropped)
     tl.store(of_query, (found * factor).to(narrow), mask=inside)
     tl.store(of_row + QUERY * all_rows, of_scale, mask=rows < tokens)
 
     found = tl.dot(tl.trans(of_scores), q, input_precision="ieee")
-    found, of_scale = _gradients(found, scaled_k, steps_k, passes_k, dropped_k)
+    x = _tile(key, window * k_window + head * k_head, k_token, rows, channels, inside).to(tl.float32)
+    x, scaled, steps, passes, dropped = _quantized(
+        x, KEY, scales, zero_points, highest, of_keys, rows, channels, inside, tokens, row_of_mask, heads, DROPS
+    )
+    found, of_scale = _gradients(found, scaled, steps, passes, dropped)
     tl.store(of_key, found.to(narrow), mask=inside)
     tl.store(of_row + KEY * all_rows, of_scale, mask=rows < tokens)
 
@@ -194,7 +208,7 @@ def forward(
     strides = [s for t in operands for s in t.stride()[:3]]
     numbers, options = _arguments(operands[0], bias, masks, factor, normalised)
     tensors = _tensors(operands, bias, ranges, masks)
-    _forward[_programs(operands[0])](*tensors, out, *strides, *numbers, **options)
+    _forward[_programs(operands[0])](*tensors, out, *strides, *numbers, **options, **FORWARD)
 
 
 def backward(
@@ -206,7 +220,7 @@ def backward(
     strides = [s for t in (*operands, sent) for s in t.stride()[:3]]
     numbers, options = _arguments(operands[0], bias, masks, factor, normalised)
     tensors = _tensors(operands, bias, ranges, masks)
-    _backward[_programs(operands[0])](*tensors, sent, *found, *strides, *numbers, **options)
+    _backward[_programs(operands[0])](*tensors, sent, *found, *strides, *numbers, **options, **BACKWARD)
 
 
 def _programs(query: Tensor) -> tuple[int]:
@@ -228,13 +242,12 @@ def _arguments(
     windows, heads, tokens, width = query.shape
     strides = (query if bias is None else bias.expand(windows, heads, tokens, tokens)).stride()
     rows_of_masks = [-(-size // 8) * 8 for size in (width, tokens)]
-    numbers = [*strides, factor, tokens, width, heads, *rows_of_masks]
+    numbers = [*strides, factor, heads, tokens, width, *rows_of_masks]
     options = {
         "HAS_BIAS": bias is not None,
         "DROPS": bool(masks),
         "NORMALISED": normalised,
         "SIDE": SIDE,
         "CHANNELS": max(16, triton.next_power_of_2(width)),
-        "num_warps": WARPS,
     }
     return numbers, options
