@@ -33,7 +33,4 @@ def test_interpreted_it_gives_the_values_and_gradients_of_what_is_written_out():
 @needs_triton
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu_it_does_too(case):
-    # Scores that are written out are rounded to bfloat16, so that some weights are quantized to the next step.
-    found = distances(case, "cuda")
-    print(found)
-    assert max(found) < 0.15
+    assert max(distances(case, "cuda")) < 1e-2  # a few values are rounded the other way

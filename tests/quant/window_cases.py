@@ -31,18 +31,13 @@ WINDOWS, HEADS = 4, 3
 
 
 def distances(case: dict, device: str) -> list[float]:
-    """Of outputs, and of gradients of operands and of the scales of queries, keys, weights and values.
-
-    On a GPU in bfloat16, as steps are there.
-    """
+    """Of outputs, and of gradients of operands and of the scales of queries, keys, weights and values."""
     torch.manual_seed(0)
     tokens, width = case["tokens"], case["width"]
     products = _products(case["released"], tokens, device)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    operands = torch.randn(WINDOWS, tokens, 3, HEADS, width, device=device, dtype=dtype)
-    operands = operands.permute(2, 0, 3, 1, 4).requires_grad_()
+    operands = torch.randn(WINDOWS, tokens, 3, HEADS, width, device=device).permute(2, 0, 3, 1, 4).requires_grad_()
     windows = {"each": WINDOWS, "one": 1, None: 0}[case["bias"]]
-    bias = torch.randn(windows, HEADS, tokens, tokens, device=device) if windows else None
+    bias = torch.randn(windows, HEADS, tokens, tokens, device=device).half().float() if windows else None
     if windows > 1:  # as the windows at the edges of a Swin, and in the half precision that the kernel takes
         bias = (bias - 100 * (torch.rand(WINDOWS, 1, tokens, tokens, device=device) > 0.7)).half().float()
     columns = [-(-size // 8) * 8 for size in (width, width, tokens, width)]
@@ -53,13 +48,12 @@ def distances(case: dict, device: str) -> list[float]:
         quantizers = _quantizers(products)
         for quantizer, mask in zip(quantizers, masks, strict=True):
             quantizer.leaves, quantizer.dropping = [], (mask, None) if case["drops"] else None
-        with torch.autocast(device, dtype, enabled=dtype == torch.bfloat16, cache_enabled=False):
-            out = attend(products, operands, bias)
+        out = attend(products, operands, bias)
         leaves = [leaf for quantizer in quantizers for leaf in quantizer.leaves]
-        runs.append([out.detach(), *torch.autograd.grad(out, [operands, *leaves], sent.to(out.dtype))])
+        runs.append([out.detach(), *torch.autograd.grad(out, [operands, *leaves], sent)])
     written, at_once = runs
     assert [t.shape for t in written] == [t.shape for t in at_once]
-    return [float((a.double() - b.double()).norm() / a.double().norm()) for a, b in zip(written, at_once, strict=True)]
+    return [float((a - b).norm() / a.norm()) for a, b in zip(written, at_once, strict=True)]
 
 
 def _written_out(products: list[QuantMatMul], operands: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,9 +14,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fimaq.quant.layers import QuantMatMul
+from fimaq.quant.masks import ALIGNED
 from fimaq.quant.quantizers import ActivationQuantizer
 
 MOST_TOKENS, MOST_CHANNELS = 64, 64
@@ -49,8 +51,8 @@ def window_attention(
     """Q(softmax(Q(factor * query) Q(key)^T + bias)) Q(value) for query, key, value (windows, heads, tokens, width).
 
     Q is fake quantization where the bytes of `masks`, rows filled up to multiples of 8, are 0. `ranges` are scales and
-    zero points (4, heads, tokens) and the numbers of levels (4,), of queries, keys, weights, values. `bias` broadcasts
-    against the scores. If not `normalised`, the exponentials are quantized, of which the largest of a row is 1, and
+    zero points (4, heads, tokens) and the numbers of levels (4,), of queries, keys, weights, values. `bias`, contiguous
+    and its rows filled up likewise, broadcasts against the scores. If not `normalised`, the exponentials are quantized, of which the largest of a row is 1, and
     the product is divided by their sums, which do not learn. The result lies in memory by tokens, then heads.
     """
     from fimaq.quant import window_kernels
@@ -142,9 +144,10 @@ def attention_at_once(
         torch.stack([q.highest for q in quantizers]),
     ]
     masks = [q.dropping[0] for q in quantizers if q.dropping is not None]
-    if bias is not None and bias.dim() > 3 and bias.size(0) > 1:
-        # Each window has its own, which is most of what a program reads. Operands have three binary digits less.
-        bias = bias.clamp(*HALF).half()
+    if bias is not None:
+        # In half precision, for each window may have its own. Operands have three binary digits less.
+        tokens = key.size(-2)
+        bias = F.pad(bias.expand(*bias.shape[:-2], tokens, tokens).clamp(*HALF).half(), (0, -tokens % ALIGNED))
     normalised = not products[1].wants_exponentials(True)
     return _WindowAttention.apply(operands, *scales, bias, ranges, masks, factor, normalised)  # type: ignore[no-any-return]
 
