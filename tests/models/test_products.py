@@ -186,3 +186,41 @@ NOT_PROBABILITIES = {
 @pytest.mark.parametrize("values", NOT_PROBABILITIES.values(), ids=NOT_PROBABILITIES)
 def test_what_is_no_output_of_a_softmax_is_recognised_too(values):
     assert not are_probabilities(values)
+
+
+class FromOne(nn.Module):
+    """Attention whose queries, keys and values come from one Linear, as `changed` says."""
+
+    def __init__(self, changed):
+        super().__init__()
+        self.qkv, self.changed = nn.Linear(12, 36), changed
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(*self.changed(query, key, value), scale=0.3)
+
+
+TAKEN = {
+    "as they come": (lambda q, k, v: (q, k, v), True),
+    "a query that is changed": (lambda q, k, v: (q * 2, k, v), False),
+    "in another order": (lambda q, k, v: (k, q, v), False),
+}
+
+
+@pytest.mark.parametrize(("changed", "taken"), TAKEN.values(), ids=TAKEN)
+def test_one_kernel_is_offered_the_parts_of_one_tensor_alone(changed, taken, monkeypatch):
+    offered = []
+
+    def at_once(scores, weighted, operands, bias, factor):
+        offered.append((scores, weighted, operands.shape, bias, factor))
+        return operands[2]
+
+    monkeypatch.setattr(products, "attention_at_once", at_once)
+    module, x = FromOne(changed), torch.randn(2, 5, 12, requires_grad=True)
+    open_module(module, 2, 4)
+    for product in module.products:
+        product.quantized = True
+        product.left_quantizer.leaves, product.right_quantizer.leaves = [], []
+    found = module(x)
+    assert found.shape == (2, 2, 5, 6)
+    assert offered == ([(*module.products, (3, 2, 2, 5, 6), None, 0.3)] if taken else [])

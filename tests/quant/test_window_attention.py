@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from window_cases import CASES, distances
+from window_cases import CASES, HEADS, WINDOWS, distances, products_of, quantizers_of
+
+from fimaq.quant import window_attention
+from fimaq.quant.layers import QuantMatMul
+from fimaq.quant.quantizers import ActivationQuantizer
+from fimaq.quant.window_attention import attention_at_once, compiling_for_gpu
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 AS_FAR_AS_ROUNDING = 1e-5
@@ -34,3 +39,47 @@ def test_interpreted_it_gives_the_values_and_gradients_of_what_is_written_out():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu_it_does_too(case):
     assert max(distances(case, "cuda")) < 1e-2  # a few values are rounded the other way
+
+
+def attended(products: list[QuantMatMul]) -> torch.Tensor | None:
+    return attention_at_once(*products, torch.randn(3, WINDOWS, HEADS, 5, 8, requires_grad=True), None, 1.0)
+
+
+def learning() -> tuple[list[QuantMatMul], list[ActivationQuantizer]]:
+    """Products as they are while a step runs, and their quantizers."""
+    products = products_of(False, 5, "cpu")
+    quantizers = quantizers_of(products)
+    for quantizer in quantizers:
+        quantizer.leaves, quantizer.dropping = [], (torch.zeros(10_000, dtype=torch.bool), None)
+    return products, quantizers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda quantizers: setattr(quantizers[2], "leaves", None),
+        lambda quantizers: setattr(quantizers[3], "dropping", None),
+        lambda quantizers: setattr(quantizers[0], "dropping", (torch.zeros(9), torch.arange(WINDOWS))),
+        lambda quantizers: setattr(quantizers[2], "scale", torch.ones(HEADS, 1, 5)),
+        lambda quantizers: setattr(quantizers[1], "scale", torch.ones(HEADS, 8, 1)),
+        lambda quantizers: setattr(quantizers[0], "scale", torch.ones(WINDOWS, HEADS, 5, 1)),
+    ],
+    ids=["scale that does not learn", "one drops nothing", "part of a batch", "columns", "keys", "windows"],
+)
+def test_what_the_kernel_cannot_do_is_left_to_others(change, monkeypatch):
+    monkeypatch.setattr(window_attention, "_has_kernel", lambda operands, bias: True)
+    monkeypatch.setattr(window_attention, "_WindowAttention", pytest.fail)
+    products, quantizers = learning()
+    change(quantizers)
+    assert attended(products) is None
+    products, _ = learning()
+    products[1].quantized = False
+    assert attended(products) is None
+
+
+def test_nothing_but_what_is_compiled_for_a_gpu_takes_the_kernel():
+    products, quantizers = learning()
+    assert attended(products) is None
+    with compiling_for_gpu(True):
+        assert attended(products) is None  # these are on a CPU
+    assert all(quantizer.leaves == [] for quantizer in quantizers)

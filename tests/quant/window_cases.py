@@ -1,7 +1,7 @@
 """A window's attention by one kernel and written out, on the same operands and masks: how far apart they are.
 
-Run by itself it prints that, as JSON. With TRITON_INTERPRET=1 kernels run on a CPU; Triton must be told before it is
-imported, so tests start a process for it.
+Run by itself it prints that, as JSON. With TRITON_INTERPRET=1 kernels run on a CPU; Triton must be told before it
+is imported, so tests start a process for it.
 """
 
 import json
@@ -34,7 +34,7 @@ def distances(case: dict, device: str) -> list[float]:
     """Of outputs, and of gradients of operands and of the scales of queries, keys, weights and values."""
     torch.manual_seed(0)
     tokens, width = case["tokens"], case["width"]
-    products = _products(case["released"], tokens, device)
+    products = products_of(case["released"], tokens, device)
     operands = torch.randn(WINDOWS, tokens, 3, HEADS, width, device=device).permute(2, 0, 3, 1, 4).requires_grad_()
     windows = {"each": WINDOWS, "one": 1, None: 0}[case["bias"]]
     bias = torch.randn(windows, HEADS, tokens, tokens, device=device).half().float() if windows else None
@@ -45,7 +45,7 @@ def distances(case: dict, device: str) -> list[float]:
     sent = torch.randn(WINDOWS, HEADS, tokens, width, device=device)
     runs = []
     for attend in (_written_out, _at_once):
-        quantizers = _quantizers(products)
+        quantizers = quantizers_of(products)
         for quantizer, mask in zip(quantizers, masks, strict=True):
             quantizer.leaves, quantizer.dropping = [], (mask, None) if case["drops"] else None
         out = attend(products, operands, bias)
@@ -64,22 +64,22 @@ def _written_out(products: list[QuantMatMul], operands: Tensor, bias: Tensor | N
 
 
 def _at_once(products: list[QuantMatMul], operands: Tensor, bias: Tensor | None) -> Tensor:
-    with mock.patch.object(window_attention, "_can_be_compiled", lambda *given: True):
-        out = window_attention.attention_at_once(tuple(products), operands, bias, 1 / math.sqrt(operands.size(-1)))
+    with mock.patch.object(window_attention, "_has_kernel", return_value=True):
+        out = window_attention.attention_at_once(*products, operands, bias, 1 / math.sqrt(operands.size(-1)))
     assert out is not None
     return out
 
 
-def _quantizers(products: list[QuantMatMul]) -> list[ActivationQuantizer]:
+def quantizers_of(products: list[QuantMatMul]) -> list[ActivationQuantizer]:
     return [q for p in products for q in (p.left_quantizer, p.right_quantizer)]
 
 
-def _products(released: bool, tokens: int, device: str) -> list[QuantMatMul]:
-    """Two products with ranges that clip some of what they are given: one for all, or one for each head and token."""
+def products_of(released: bool, tokens: int, device: str) -> list[QuantMatMul]:
+    """Two products whose ranges clip some of what they are given: one for all, or one for each head and token."""
     products = [QuantMatMul(4).to(device), QuantMatMul(4).to(device)]
     products[1].rescales_rows = not released
     scales, zero_points = (0.11, 0.2, 0.05, 0.25), (7, 8, 1, 8)
-    for place, quantizer in enumerate(_quantizers(products)):
+    for place, quantizer in enumerate(quantizers_of(products)):
         scale, zero_point = torch.tensor(scales[place]), torch.tensor(float(zero_points[place]))
         if released:
             rows = (HEADS, 1, tokens) if place == 1 else (HEADS, tokens, 1)

@@ -150,13 +150,15 @@ class _ProductMode(_UnbindMode):
         enable_gqa: bool = False,
     ) -> Tensor | None:
         """A whole attention by one kernel, where there is one; else nothing has happened."""
-        left = self.owner.products[self.count : self.count + 2]
         whole, parts = self.unbound or (None, ())
         of_one = len(parts) == 3 and query is parts[0] and key is parts[1] and value is parts[2]
-        if whole is None or not of_one or dropout_p > 0 or is_causal or enable_gqa or len(left) < 2:
+        if whole is None or not of_one or dropout_p > 0 or is_causal or enable_gqa:
             return None
+        scores, weighted = self.owner.products[self.count : self.count + 2]
+        assert isinstance(scores, QuantMatMul)
+        assert isinstance(weighted, QuantMatMul)
         factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        attended = attention_at_once((left[0], left[1]), whole, attn_mask, factor)
+        attended = attention_at_once(scores, weighted, whole, attn_mask, factor)
         self.count += 0 if attended is None else 2
         return attended
 
