@@ -1,7 +1,7 @@
 """Attention over small windows as one kernel, for steps that are compiled for a GPU.
 
 The scores of 49 tokens are more numbers than the queries, keys and values that they are made of. Written as two
-products with a softmax between, they are stored and read again a dozen times. One kernel quantizes, multiplies and
+products with a softmax between, they are stored and read about ten times. One kernel quantizes, multiplies and
 keeps them in registers (`window_kernels.py`, in Triton). It computes what `models/products.py` writes out.
 """
 
