@@ -14,7 +14,7 @@ from window_cases import CASES, HEADS, WINDOWS, distances, products_of, quantize
 from fimaq.quant import window_attention
 from fimaq.quant.layers import QuantMatMul
 from fimaq.quant.quantizers import ActivationQuantizer
-from fimaq.quant.window_attention import attention_at_once, compiling_for_gpu
+from fimaq.quant.window_attention import attention_at_once, compiling_for_gpu, kernel_works
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 AS_FAR_AS_ROUNDING = 1e-5
@@ -83,3 +83,9 @@ def test_nothing_but_what_is_compiled_for_a_gpu_takes_the_kernel():
     with compiling_for_gpu(True):
         assert attended(products) is None  # these are on a CPU
     assert all(quantizer.leaves == [] for quantizer in quantizers)
+
+
+@needs_triton
+def test_a_kernel_that_cannot_run_says_so_and_is_not_used():
+    with pytest.warns(UserWarning, match="runs without its kernel, and slower"):
+        assert not kernel_works("cpu")

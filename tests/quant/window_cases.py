@@ -92,4 +92,5 @@ def products_of(released: bool, tokens: int, device: str) -> list[QuantMatMul]:
 
 
 if __name__ == "__main__":
+    assert window_attention.kernel_works("cpu")
     print(json.dumps([distances(case, "cpu") for case in CASES]))

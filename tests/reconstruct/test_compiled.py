@@ -11,6 +11,7 @@ import torch
 from demo_walk import demo_step, linear_step, run
 from torch import Tensor
 
+from fimaq.quant import window_attention
 from fimaq.reconstruct import compiled
 from fimaq.reconstruct.compiled import Recorded, Replay, _description, compile_function, trace
 from fimaq.reconstruct.step import ReconstructionStep
@@ -134,6 +135,25 @@ def test_tensors_of_another_kind_have_another_description(other: Tensor) -> None
 
     one, two = {"x": torch.zeros(3)}, {"x": other}
     assert _description(trace(double, one), one) != _description(trace(double, two), two)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_kernel_that_does_not_work_is_traced_as_what_it_replaces(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_on_gpu", lambda tensors: True)
+    monkeypatch.setattr(window_attention, "kernel_works", lambda: works)
+    ranges = [torch.ones(4, 2, 5), torch.zeros(4, 2, 5), torch.ones(4)]
+
+    def function(t: Tensors) -> None:
+        if window_attention._compiling_for_gpu.get():
+            t["found"].copy_(window_attention.window_attention(t["x"], None, ranges, [], 1.0, False))
+        else:
+            t["found"].zero_()
+
+    traced = trace(function, {"x": torch.randn(3, 4, 2, 5, 8), "found": torch.zeros(4, 2, 5, 8)})
+    assert window_attention.is_in(traced.graph) == works
+    assert not window_attention._compiling_for_gpu.get()
 
 
 def test_units_of_one_shape_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ keeps them in registers (`window_kernels.py`, in Triton). It computes what `mode
 """
 
 import importlib.util
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Graph
 
 from fimaq.quant.layers import QuantMatMul
 from fimaq.quant.masks import ALIGNED
@@ -95,6 +97,26 @@ def _by_rows(quantizers: Sequence[ActivationQuantizer]) -> bool:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def is_in(graph: Graph) -> bool:
+    """Whether something traced takes the kernel."""
+    return any(node.target is torch.ops.fimaq.window_attention.default for node in graph.nodes)
+
+
+@cache
+def kernel_works(device: str = "cuda") -> bool:
+    """Whether a small window goes through it on this device, forward and back."""
+    operands = torch.zeros(3, 1, 1, 8, 16, device=device, dtype=torch.bfloat16)
+    ranges = [torch.ones(shape, device=device) for shape in ((4, 1, 8), (4, 1, 8), 4)]
+    given: Any = operands, None, ranges, [], 1.0, False
+    try:
+        window_attention_backward(window_attention(*given), *given)
+    except Exception as error:  # of a compiler or a driver; everything has another way
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(f"attention over windows runs without its kernel, and slower: {reason}", stacklevel=2)
+        return False
+    return True
 
 
 class _WindowAttention(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fimaq.quant.window_attention import compiling_for_gpu
+from fimaq.quant import window_attention
 from fimaq.reconstruct.alike import tensor_kinds
 from fimaq.reconstruct.cheaper import CHEAPER
 
@@ -158,9 +158,12 @@ def trace(function: Callable[[Tensors], None], tensors: Tensors) -> GraphModule:
         return ()
 
     on_gpu = _on_gpu(tensors)
-    replaced = CHEAPER if on_gpu else {}
-    with compiling_for_gpu(on_gpu):
-        return make_fx(on_values, replaced, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors.values())
+    tracer = make_fx(on_values, CHEAPER if on_gpu else {}, tracing_mode="fake", _allow_non_fake_inputs=True)
+    with window_attention.compiling_for_gpu(on_gpu):
+        traced = tracer(*tensors.values())
+    if window_attention.is_in(traced.graph) and not window_attention.kernel_works():
+        return tracer(*tensors.values())
+    return traced
 
 
 def _compile(traced: GraphModule, tensors: Tensors) -> Compiled:
