@@ -39,6 +39,10 @@ def _softmax(scores: Tensor) -> Tensor:
     return scores.softmax(dim=-1)
 
 
+def _not_at_once(*operands: Any) -> None:
+    return None
+
+
 def written_out_attention(
     products: tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]],
     query: Tensor,
@@ -50,16 +54,23 @@ def written_out_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     softmax: Callable[[Tensor], Tensor] = _softmax,
+    at_once: Callable[..., Tensor | None] = _not_at_once,
 ) -> Tensor:
     """scaled_dot_product_attention as two products with a softmax between. Shapes: (..., tokens, head_dim).
 
     The scale is applied to the query before the product, where integer runtimes expect it. While a GPU learns, the
-    keys get `spare` more tokens of zeros that nothing attends to.
+    keys get `spare` more tokens of zeros that nothing attends to. What `at_once` gives for query, key, value, mask
+    and scale, if anything, takes the place of it all.
     """
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    if not (dropout_p > 0 or is_causal or enable_gqa):
+        attended = at_once(query, key, value, attn_mask, scale)
+        if attended is not None:
+            return attended
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    query = query * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    query = query * scale
     spare = spare_tokens(key)
     scores = products[0](query, key.transpose(-2, -1), *([spare] if spare else []))
     if is_causal:
@@ -139,26 +150,17 @@ class _ProductMode(_UnbindMode):
         return product(left, right, spare=spare)
 
     def _attend_at_once(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, factor: float
     ) -> Tensor | None:
         """A whole attention by one kernel, where there is one; else nothing has happened."""
         whole, parts = self.unbound or (None, ())
         of_one = len(parts) == 3 and query is parts[0] and key is parts[1] and value is parts[2]
-        if whole is None or not of_one or dropout_p > 0 or is_causal or enable_gqa:
+        if whole is None or not of_one:
             return None
         scores, weighted = self.owner.products[self.count : self.count + 2]
         assert isinstance(scores, QuantMatMul)
         assert isinstance(weighted, QuantMatMul)
-        factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        attended = attention_at_once(scores, weighted, whole, attn_mask, factor)
+        attended = attention_at_once(scores, weighted, whole, bias, factor)
         self.count += 0 if attended is None else 2
         return attended
 
@@ -180,10 +182,11 @@ class _ProductMode(_UnbindMode):
         if operands := multiplied_activations(func, args, kwargs):
             return self._multiply(*operands)
         if func is FUSED_ATTENTION:
-            if (attended := self._attend_at_once(*args, **kwargs)) is not None:
-                return attended
-            products = self._multiply, self._multiply
-            return written_out_attention(products, *args, **{**kwargs, "softmax": self._softmax})
+            products, own = (
+                (self._multiply, self._multiply),
+                {"softmax": self._softmax, "at_once": self._attend_at_once},
+            )
+            return written_out_attention(products, *args, **{**kwargs, **own})
         if func in _SOFTMAXES and _is_over_last(*args, **kwargs):
             return self._softmax(args[0] if args else kwargs["input"])
         if func is F.linear:

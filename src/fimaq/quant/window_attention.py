@@ -48,14 +48,13 @@ def attention_at_once(
     `operands`: query, key and value, (3, windows, heads, tokens, width). The softmax is that of `factor` * query
     key^T + bias.
     """
-    products = scores, weighted
-    quantizers = [q for p in products for q in (p.left_quantizer, p.right_quantizer)]
-    if not (_has_kernel(operands, bias) and all(p.quantized for p in products) and _by_rows(quantizers)):
+    quantizers = [scores.left_quantizer, scores.right_quantizer, weighted.right_quantizer, weighted.left_quantizer]
+    if not (_has_kernel(operands, bias) and scores.quantized and weighted.quantized and _by_rows(quantizers)):
         return None
     query, key, value = operands.unbind()
     tokens = query.size(-2)
     of_softmax = query[..., :1].expand(*query.shape[:-1], tokens)
-    quantized = (query, key.mT, of_softmax, value)
+    quantized = (query, key.mT, value, of_softmax)
     scales = [q.learned_scale(x) for q, x in zip(quantizers, quantized, strict=True)]
     ranges = [
         torch.stack([_of_rows(q.scale.detach(), x) for q, x in zip(quantizers, quantized, strict=True)]),
@@ -120,7 +119,7 @@ def kernel_works(device: str = "cuda") -> bool:
 
 
 class _WindowAttention(torch.autograd.Function):
-    """Of query, key and value in one tensor, scales of queries, keys, weights and values by rows, and the rest."""
+    """Of query, key and value in one tensor, scales of queries, keys, values and weights by rows, and the rest."""
 
     @staticmethod
     def forward(ctx: Any, operands: Tensor, *others: Any) -> Tensor:
@@ -131,8 +130,8 @@ class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         of_operands, of_scales = window_attention_backward(grads[0], *ctx.saved_tensors, *ctx.fixed)
-        of_query, of_key, of_weights, of_value = of_scales[..., None].unbind()
-        return (of_operands, of_query, of_key.mT, of_weights, of_value, *(None for _ in ctx.fixed))
+        of_query, of_key, *others = of_scales[..., None].unbind()
+        return (of_operands, of_query, of_key.mT, *others, *(None for _ in ctx.fixed))
 
 
 @torch.library.custom_op("fimaq::window_attention", mutates_args=())
@@ -147,7 +146,7 @@ def window_attention(
     """Q(softmax(Q(factor * query) Q(key)^T + bias)) Q(value): (windows, heads, tokens, width).
 
     Q is fake quantization where the bytes of `drops`, rows filled up to multiples of 8, are 0. `ranges` are scales
-    and zero points (4, heads, tokens) and numbers of levels (4,), of queries, keys, weights and values. `bias`,
+    and zero points (4, heads, tokens) and numbers of levels (4,), of queries, keys, values and weights. `bias`,
     contiguous and with its rows filled up likewise, broadcasts against the scores. If not `normalised`, the
     exponentials are quantized, of which the largest of a row is 1, and the product is divided by their sums, which
     do not learn.
@@ -155,7 +154,7 @@ def window_attention(
     from fimaq.quant import window_kernels
 
     out = _by_tokens(operands)
-    window_kernels.forward(operands, bias, ranges, drops, factor, normalised, out)
+    window_kernels.forward((operands, bias, ranges, drops, factor, normalised), out)
     return out.transpose(1, 2)
 
 
@@ -178,7 +177,7 @@ def window_attention_backward(
     from fimaq.quant import window_kernels
 
     found = _empty_gradients(operands)
-    window_kernels.backward(operands, bias, ranges, drops, factor, normalised, sent, *found)
+    window_kernels.backward((operands, bias, ranges, drops, factor, normalised), sent, *found)
     return found[0].permute(2, 0, 3, 1, 4), found[1]
 
 

@@ -25,16 +25,8 @@ TO_WHOLE = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a float below 2^22 and taken away again, it leaves the nearest whole number."""
 ALIGNED = tl.constexpr(masks.ALIGNED)
 """Rows of masks and biases are multiples of this, so that several elements are loaded at once."""
-QUERY, KEY, WEIGHTS, VALUE = (tl.constexpr(i) for i in range(4))
-"""Places of the four quantizers in what is packed."""
-
-
-@triton.jit
-def _operand(operands, part, stride_part, stride_token, rows, channels, tokens, width):
-    """A window's queries, keys or values of one head: (SIDE, CHANNELS). `operands` points to its first query."""
-    places = part * stride_part + rows[:, None] * stride_token + channels[None, :]
-    inside = (rows[:, None] < tokens) & (channels[None, :] < width)
-    return tl.load(operands + places, mask=inside, other=0.0).to(tl.float32)
+QUERY, KEY, VALUE, WEIGHTS = (tl.constexpr(i) for i in range(4))
+"""Places of operands and of the four quantizers in what is packed."""
 
 
 @triton.jit
@@ -63,6 +55,23 @@ def _quantized(
 
 
 @triton.jit
+def _operand(
+    operands, part, stride_part, stride_token, factor, scales, zero_points, highest, drops,
+    rows, channels, tokens, width, row_of_mask, heads, DROPS: tl.constexpr,
+):  # fmt: skip
+    """A window's queries, keys or values of one head, times a factor, as `_quantized` gives them.
+
+    `operands` points to the first query.
+    """
+    places = part * stride_part + rows[:, None] * stride_token + channels[None, :]
+    inside = (rows[:, None] < tokens) & (channels[None, :] < width)
+    x = tl.load(operands + places, mask=inside, other=0.0).to(tl.float32) * factor
+    return _quantized(
+        x, part, scales, zero_points, highest, drops, rows, channels, tokens, row_of_mask, heads, DROPS
+    )
+
+
+@triton.jit
 def _exponentials(query, key, bias, rows, columns, tokens, row_of_bias, HAS_BIAS: tl.constexpr):
     """exp(score - largest of its row), (SIDE, SIDE), and one over the sums of rows (SIDE, 1)."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -77,8 +86,8 @@ def _exponentials(query, key, bias, rows, columns, tokens, row_of_bias, HAS_BIAS
 
 @triton.jit
 def _forward(
-    operands, bias, scales, zero_points, highest, drop_queries, drop_keys, drop_weights, drop_values, out,
-    part, of_window, of_head, of_token, bias_window, bias_head, factor, heads,
+    operands, bias, scales, zero_points, highest, drop_queries, drop_keys, drop_values, drop_weights, out,
+    of_part, of_window, of_head, of_token, bias_window, bias_head, factor, heads,
     tokens: tl.constexpr, width: tl.constexpr, row_of_mask: tl.constexpr, row_of_weights: tl.constexpr,
     HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, NORMALISED: tl.constexpr,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr,
@@ -89,26 +98,25 @@ def _forward(
     operands += window * of_window + head * of_head
     bias += (window * bias_window + head * bias_head) * ALIGNED
 
-    q = _operand(operands, 0, part, of_token, rows, channels, tokens, width) * factor
-    q, _, _ = _quantized(
-        q, QUERY, scales, zero_points, highest, drop_queries, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
-    k = _operand(operands, 1, part, of_token, rows, channels, tokens, width)
-    k, _, _ = _quantized(
-        k, KEY, scales, zero_points, highest, drop_keys, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
-    x, one_by_sums = _exponentials(
-        q.to(narrow), k.to(narrow), bias, rows, columns, tokens, row_of_weights, HAS_BIAS
-    )
+    q, _, _ = _operand(
+        operands, QUERY, of_part, of_token, factor, scales, zero_points, highest, drop_queries,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
+    k, _, _ = _operand(
+        operands, KEY, of_part, of_token, 1.0, scales, zero_points, highest, drop_keys,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
+    q, k = q.to(narrow), k.to(narrow)
+    x, one_by_sums = _exponentials(q, k, bias, rows, columns, tokens, row_of_weights, HAS_BIAS)
     if NORMALISED:
         x *= one_by_sums
     x, _, _ = _quantized(
         x, WEIGHTS, scales, zero_points, highest, drop_weights, rows, columns, tokens, row_of_weights, heads, DROPS
     )
-    v = _operand(operands, 2, part, of_token, rows, channels, tokens, width)
-    v, _, _ = _quantized(
-        v, VALUE, scales, zero_points, highest, drop_values, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
+    v, _, _ = _operand(
+        operands, VALUE, of_part, of_token, 1.0, scales, zero_points, highest, drop_values,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
     product = tl.dot(x.to(narrow), v.to(narrow), input_precision="ieee")
     if not NORMALISED:
         product *= one_by_sums
@@ -118,9 +126,10 @@ def _forward(
 
 @triton.jit
 def _backward(
-    operands, bias, scales, zero_points, highest, drop_queries, drop_keys, drop_weights, drop_values,
+    operands, bias, scales, zero_points, highest, drop_queries, drop_keys, drop_values, drop_weights,
     sent, of_operands, of_scales,
-    part, of_window, of_head, of_token, bias_window, bias_head, factor, heads, sent_window, sent_head, sent_token,
+    of_part, of_window, of_head, of_token, bias_window, bias_head, factor, heads,
+    sent_window, sent_head, sent_token,
     tokens: tl.constexpr, width: tl.constexpr, row_of_mask: tl.constexpr, row_of_weights: tl.constexpr,
     HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, NORMALISED: tl.constexpr,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr,
@@ -131,22 +140,20 @@ def _backward(
     narrow = operands.dtype.element_ty
     operands += window * of_window + head * of_head
     bias += (window * bias_window + head * bias_head) * ALIGNED
-    of_query = (
-        of_operands + (window * tokens + rows[:, None]) * 3 * heads * width + head * width + channels[None, :]
-    )
-    of_key, of_value = of_query + heads * width, of_query + 2 * heads * width
+    own = of_operands + (window * tokens + rows[:, None]) * 3 * heads * width
+    of_query = own + head * width + channels[None, :]
     of_row = of_scales + tl.program_id(0) * tokens + rows
     all_rows = tl.num_programs(0) * tokens
 
-    # The slopes of queries, keys and values are found when they are asked for: kept, they would not fit registers.
-    q = _operand(operands, 0, part, of_token, rows, channels, tokens, width) * factor
-    q, _, _ = _quantized(
-        q, QUERY, scales, zero_points, highest, drop_queries, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
-    k = _operand(operands, 1, part, of_token, rows, channels, tokens, width)
-    k, _, _ = _quantized(
-        k, KEY, scales, zero_points, highest, drop_keys, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
+    # Slopes of queries, keys and values are found when they are asked for: kept, they would not fit registers.
+    q, _, _ = _operand(
+        operands, QUERY, of_part, of_token, factor, scales, zero_points, highest, drop_queries,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
+    k, _, _ = _operand(
+        operands, KEY, of_part, of_token, 1.0, scales, zero_points, highest, drop_keys,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
     q, k = q.to(narrow), k.to(narrow)
     powers, one_by_sums = _exponentials(q, k, bias, rows, columns, tokens, row_of_weights, HAS_BIAS)
     places = window * sent_window + head * sent_head + rows[:, None] * sent_token + channels[None, :]
@@ -158,10 +165,10 @@ def _backward(
         gradient *= one_by_sums
     gradient = gradient.to(narrow)
 
-    v = _operand(operands, 2, part, of_token, rows, channels, tokens, width)
-    v, _, _ = _quantized(
-        v, VALUE, scales, zero_points, highest, drop_values, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
+    v, _, _ = _operand(
+        operands, VALUE, of_part, of_token, 1.0, scales, zero_points, highest, drop_values,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
     found = tl.dot(gradient, tl.trans(v.to(narrow)), input_precision="ieee")
     weights, by_x, by_scale = _quantized(
         x, WEIGHTS, scales, zero_points, highest, drop_weights, rows, columns, tokens, row_of_weights, heads, DROPS
@@ -172,74 +179,54 @@ def _backward(
     of_scores = (found - powers * (tl.sum(found, 1)[:, None] * one_by_sums)).to(narrow)
 
     found = tl.dot(tl.trans(weights), gradient, input_precision="ieee")
-    v = _operand(operands, 2, part, of_token, rows, channels, tokens, width)
-    _, by_x, by_scale = _quantized(
-        v, VALUE, scales, zero_points, highest, drop_values, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
+    _, by_x, by_scale = _operand(
+        operands, VALUE, of_part, of_token, 1.0, scales, zero_points, highest, drop_values,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
     tl.store(of_row + VALUE * all_rows, tl.sum(found * by_scale, 1), mask=rows < tokens)
-    tl.store(of_value, (found * by_x).to(narrow), mask=inside)
+    tl.store(of_query + VALUE * heads * width, (found * by_x).to(narrow), mask=inside)
 
     found = tl.dot(of_scores, k, input_precision="ieee")
-    x = _operand(operands, 0, part, of_token, rows, channels, tokens, width) * factor
-    _, by_x, by_scale = _quantized(
-        x, QUERY, scales, zero_points, highest, drop_queries, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
+    _, by_x, by_scale = _operand(
+        operands, QUERY, of_part, of_token, factor, scales, zero_points, highest, drop_queries,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
     tl.store(of_row + QUERY * all_rows, tl.sum(found * by_scale, 1), mask=rows < tokens)
     tl.store(of_query, (found * by_x * factor).to(narrow), mask=inside)
 
     found = tl.dot(tl.trans(of_scores), q, input_precision="ieee")
-    x = _operand(operands, 1, part, of_token, rows, channels, tokens, width)
-    _, by_x, by_scale = _quantized(
-        x, KEY, scales, zero_points, highest, drop_keys, rows, channels, tokens, row_of_mask, heads, DROPS
-    )
+    _, by_x, by_scale = _operand(
+        operands, KEY, of_part, of_token, 1.0, scales, zero_points, highest, drop_keys,
+        rows, channels, tokens, width, row_of_mask, heads, DROPS,
+    )  # fmt: skip
     tl.store(of_row + KEY * all_rows, tl.sum(found * by_scale, 1), mask=rows < tokens)
-    tl.store(of_key, (found * by_x).to(narrow), mask=inside)
+    tl.store(of_query + KEY * heads * width, (found * by_x).to(narrow), mask=inside)
 
 
-def forward(
-    operands: Tensor,
-    bias: Tensor | None,
-    ranges: Sequence[Tensor],
-    drops: Sequence[Tensor],
-    factor: float,
-    normalised: bool,
-    out: Tensor,
-) -> None:
+Given = tuple[Tensor, Tensor | None, Sequence[Tensor], Sequence[Tensor], float, bool]
+"""Operands, bias, ranges, masks, factor, and whether weights are normalised: as `window_attention` takes them."""
+
+
+def forward(given: Given, out: Tensor) -> None:
     """`out`: (windows, tokens, heads, width), contiguous."""
-    tensors, numbers, options = _arguments(operands, bias, ranges, drops, factor, normalised)
-    _forward[_programs(operands)](*tensors, out, *numbers, **options, **FORWARD)
+    tensors, numbers, options = _arguments(given)
+    _forward[_programs(given[0])](*tensors, out, *numbers, **options, **FORWARD)
 
 
-def backward(
-    operands: Tensor,
-    bias: Tensor | None,
-    ranges: Sequence[Tensor],
-    drops: Sequence[Tensor],
-    factor: float,
-    normalised: bool,
-    sent: Tensor,
-    of_operands: Tensor,
-    of_scales: Tensor,
-) -> None:
+def backward(given: Given, sent: Tensor, of_operands: Tensor, of_scales: Tensor) -> None:
     """`of_operands`: (windows, tokens, 3, heads, width); `of_scales`: (4, windows, heads, tokens); contiguous."""
-    tensors, numbers, options = _arguments(operands, bias, ranges, drops, factor, normalised)
+    tensors, numbers, options = _arguments(given)
     numbers = [*numbers, *sent.stride()[:3]]
-    _backward[_programs(operands)](*tensors, sent, of_operands, of_scales, *numbers, **options, **BACKWARD)
+    _backward[_programs(given[0])](*tensors, sent, of_operands, of_scales, *numbers, **options, **BACKWARD)
 
 
 def _programs(operands: Tensor) -> tuple[int]:
     return (operands.size(1) * operands.size(2),)
 
 
-def _arguments(
-    operands: Tensor,
-    bias: Tensor | None,
-    ranges: Sequence[Tensor],
-    drops: Sequence[Tensor],
-    factor: float,
-    normalised: bool,
-) -> tuple[list[Tensor], list[float], dict[str, Any]]:
+def _arguments(given: Given) -> tuple[list[Tensor], list[float], dict[str, Any]]:
     """Tensors and numbers in the order of the kernels' arguments, and what kernels are compiled for."""
+    operands, bias, ranges, drops, factor, normalised = given
     _, windows, heads, tokens, width = operands.shape
     aligned = masks.ALIGNED
     row_of_mask, row_of_weights = (-(-size // aligned) * aligned for size in (width, tokens))
