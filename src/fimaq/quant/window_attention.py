@@ -64,7 +64,8 @@ def attention_at_once(
     drops = [q.dropping[0] for q in quantizers if q.dropping is not None]
     if bias is not None:
         # In half precision, for each window may have its own. Operands have three binary digits less.
-        bias = F.pad(bias.expand(*bias.shape[:-2], tokens, tokens).clamp(*HALF).half(), (0, -tokens % ALIGNED))
+        bias = bias.expand(*bias.shape[:-2], tokens, tokens).clamp(*HALF).half()
+        bias = F.pad(bias, (0, -tokens % ALIGNED)).contiguous()
     normalised = not weighted.wants_exponentials(learns=True)
     return _WindowAttention.apply(operands, *scales, bias, ranges, drops, factor, normalised)  # type: ignore[no-any-return]
 
@@ -177,6 +178,7 @@ def window_attention_backward(
     from fimaq.quant import window_kernels
 
     found = _empty_gradients(operands)
+    sent = sent if sent.stride(-1) == 1 else sent.contiguous()
     window_kernels.backward((operands, bias, ranges, drops, factor, normalised), sent, *found)
     return found[0].permute(2, 0, 3, 1, 4), found[1]
 
