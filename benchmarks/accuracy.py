@@ -6,7 +6,6 @@
 
 Images are decoded once and stay on the device. A run is not started if even the shortest so far would not end
 within --seconds. With --runs, each setting has its run directory there, and an interrupted queue can be continued.
-With --share too, several processes may be given one queue: each takes the runs that none has taken yet.
 """
 
 import argparse
@@ -47,8 +46,6 @@ def main() -> None:
         if time.monotonic() - began + shortest > options.seconds:
             print("not started for want of time:", run, flush=True)
             continue
-        if options.share and not taken(options.runs, run):
-            continue
         settings = settings_of(run)
         start = time.monotonic()
         progress = Lines() if options.verbose else None
@@ -68,16 +65,6 @@ def main() -> None:
             "unit_seconds": [u["seconds"] for u in result.metrics["units"]],
         }
         write_row(options.results, row)
-
-
-def taken(runs: Path, run: str) -> bool:
-    """Whether this process, and no other before, may have a run of the queue that all of them share."""
-    runs.mkdir(parents=True, exist_ok=True)
-    try:
-        (runs / f"{run.replace(' ', '-')}.taken").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 @torch.no_grad()
@@ -131,12 +118,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--runs", type=Path, help="folder for run directories")
-    parser.add_argument("--share", action="store_true", help="leave out runs that another process has taken")
     parser.add_argument("--verbose", action="store_true")
-    options = parser.parse_args()
-    if options.share and not options.runs:
-        parser.error("--share needs --runs, the folder that the processes share")
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -191,12 +191,13 @@ def test_what_is_no_output_of_a_softmax_is_recognised_too(values):
 class FromOne(nn.Module):
     """Attention whose queries, keys and values come from one Linear, as `changed` says."""
 
-    def __init__(self, changed):
+    def __init__(self, changed, dim=0):
         super().__init__()
-        self.qkv, self.changed = nn.Linear(12, 36), changed
+        self.qkv, self.changed, self.dim = nn.Linear(12, 36), changed, dim
 
     def forward(self, x):
-        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4).unbind(0)
+        parts = self.qkv(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.transpose(0, self.dim).unbind(self.dim)
         return F.scaled_dot_product_attention(*self.changed(query, key, value), scale=0.3)
 
 
@@ -224,3 +225,12 @@ def test_one_kernel_is_offered_the_parts_of_one_tensor_alone(changed, taken, mon
     found = module(x)
     assert found.shape == (2, 2, 5, 6)
     assert offered == ([(*module.products, (3, 2, 2, 5, 6), None, 0.3)] if taken else [])
+
+
+def test_parts_of_another_dimension_are_not_taken_for_queries_keys_and_values(monkeypatch):
+    """With three images the shapes alone do not tell."""
+    monkeypatch.setattr(products, "attention_at_once", lambda *given: pytest.fail("taken"))
+    module = FromOne(lambda q, k, v: (q, k, v), dim=1)
+    open_module(module, 2, 4)
+    module.watched = True
+    assert module(torch.randn(3, 5, 12, requires_grad=True)).shape == (3, 2, 5, 6)

@@ -39,10 +39,6 @@ def _softmax(scores: Tensor) -> Tensor:
     return scores.softmax(dim=-1)
 
 
-def _not_at_once(*operands: Any) -> None:
-    return None
-
-
 def written_out_attention(
     products: tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]],
     query: Tensor,
@@ -54,7 +50,7 @@ def written_out_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     softmax: Callable[[Tensor], Tensor] = _softmax,
-    at_once: Callable[..., Tensor | None] = _not_at_once,
+    at_once: Callable[..., Tensor | None] | None = None,
 ) -> Tensor:
     """scaled_dot_product_attention as two products with a softmax between. Shapes: (..., tokens, head_dim).
 
@@ -63,7 +59,7 @@ def written_out_attention(
     and scale, if anything, takes the place of it all.
     """
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    if not (dropout_p > 0 or is_causal or enable_gqa):
+    if at_once is not None and not (dropout_p > 0 or is_causal or enable_gqa):
         attended = at_once(query, key, value, attn_mask, scale)
         if attended is not None:
             return attended
@@ -126,11 +122,13 @@ class _UnbindMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _UNBINDS and args and args[0].requires_grad:
-            parts = unbind(*args, **(kwargs or {}))
-            over_first = parts[0].shape == args[0].shape[1:] and len(parts) == len(args[0])
-            self.unbound = (args[0], parts) if over_first else None
-            return parts
+            return self._unbind(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _unbind(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        parts = unbind(x, dim)
+        self.unbound = (x, parts) if dim % x.dim() == 0 else None
+        return parts
 
 
 class _ProductMode(_UnbindMode):
@@ -182,11 +180,8 @@ class _ProductMode(_UnbindMode):
         if operands := multiplied_activations(func, args, kwargs):
             return self._multiply(*operands)
         if func is FUSED_ATTENTION:
-            products, own = (
-                (self._multiply, self._multiply),
-                {"softmax": self._softmax, "at_once": self._attend_at_once},
-            )
-            return written_out_attention(products, *args, **{**kwargs, **own})
+            own = {"softmax": self._softmax, "at_once": self._attend_at_once}
+            return written_out_attention((self._multiply, self._multiply), *args, **{**kwargs, **own})
         if func in _SOFTMAXES and _is_over_last(*args, **kwargs):
             return self._softmax(args[0] if args else kwargs["input"])
         if func is F.linear:
